@@ -1,0 +1,441 @@
+"""What the model sees: prompts, rollouts, scores, the one task interface, and reading records.
+
+This module imports nothing of the project (the registry imports a task by name, when one is asked for).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import gzip
+import hashlib
+import importlib
+import importlib.util
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+
+class UserError(Exception):
+    """A user's mistake. Its text is one sentence that names the fix; the command ends with exit code 2."""
+
+
+# ------------------------------------------------------------------------------------------------ the interface
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    """One problem. `messages` are chat messages, or a plain string that is fed as it stands, without a template.
+
+    `gold` is whatever the task's scorer compares with; `meta` holds anything else (`tools`: schemas for the chat
+    template). `inject` is an optional activation (D,) that the task adds to the residual stream.
+    """
+
+    messages: list[dict] | str
+    gold: Any = None
+    meta: dict = dataclasses.field(default_factory=dict)
+    inject: Any = None
+
+
+@dataclasses.dataclass
+class Rollout:
+    """One sampled conversation. With L prompt tokens and T tokens after them:
+
+    ids      (L + T,) prompt, everything the policy wrote, everything it was shown in between
+    mask     (T,) 1 where the policy sampled the token, 0 for an observation
+    logp     (T,) log-probability under the distribution that was sampled (nats; 0 for observations)
+    entropy  (T,) entropy of that distribution (nats; NaN where the sampler could not tell)
+    version  (T,) optimizer step of the weights that wrote the token, -1 for observations
+    stop     'stop' (a stop id), 'length' (the token limit), 'context' (no room left), 'unfinished' (turns ran out)
+    turns    the messages that followed the prompt: the policy's and the replies to them
+    """
+
+    prompt: Prompt
+    ids: list[int]
+    mask: list[int]
+    logp: list[float]
+    entropy: list[float]
+    version: list[int]
+    stop: str
+    turns: list[dict]
+
+    def __post_init__(self):
+        lengths = {len(self.mask), len(self.logp), len(self.entropy), len(self.version)}
+        assert len(lengths) == 1 and len(self.mask) <= len(self.ids), "mask, logp, entropy and version are one length"
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.ids) - len(self.mask)
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote, its turns joined by newlines."""
+        return "\n".join(turn["content"] for turn in self.turns if turn["role"] == "assistant")
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop in ("length", "context")
+
+
+@dataclasses.dataclass
+class Score:
+    """The judgement of one rollout. `parts` are named numbers that add up to `reward`; `flags` are watched only.
+
+    `reward` None means unscorable: the rollout leaves its group's statistics and is not trained on.
+    Flags with a meaning to the loop and to evaluation: `correct` (bool, the true verdict behind `accuracy`) and
+    `answer` (str or None, what maj@k votes on).
+    """
+
+    reward: float | None
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    flags: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def unscorable(cls, reason: str) -> Score:
+        return cls(None, {}, {"unscorable": reason})
+
+
+@dataclasses.dataclass
+class Group:
+    """A prompt, its rollouts, and what the step finds out about them, row by row."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+    scores: list[Score] = dataclasses.field(default_factory=list)
+    advantages: list[float] = dataclasses.field(default_factory=list)
+
+
+class Task:
+    """The interface between the loop and a problem. Subclass it and override what the task needs.
+
+    A task owns its data: it is built from the resolved flags (`Options` adds its own to the command line), reads its
+    records, and deals prompts. `parts` names the reward parts and `columns` the metrics that `observe` returns,
+    so that the columns of metrics.csv are known before the first row.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Flags of this task, in the style of `Args`: one typed field a flag, its comment is the help."""
+
+    parts: ClassVar[tuple[str, ...]] = ()
+    columns: ClassVar[tuple[str, ...]] = ()
+    eval_columns: ClassVar[tuple[str, ...]] = ()  # names that `observe_eval` returns
+    template_kwargs: ClassVar[dict] = {}  # passed to the chat template, e.g. {"enable_thinking": False}
+
+    def __init__(self, args):
+        self.args = args
+        self.notes: list[str] = []  # one sentence each, for the console at the start (dropped records and the like)
+
+    def prompts(self, n: int) -> list[Prompt]:
+        """The next `n` training prompts."""
+        raise NotImplementedError
+
+    def heldout(self) -> list[Prompt]:
+        """The fixed evaluation prompts: no training prompt is among them."""
+        raise NotImplementedError
+
+    def keep(self, usable: Callable[[Prompt], bool]) -> int:
+        """Drop the prompts that are not `usable` (too long for the context); returns how many were dropped."""
+        return 0
+
+    def reply(self, rollout: Rollout) -> list[dict] | None:
+        """The messages that follow the policy's last turn (a tool's answer, a refinement), or None: it is over."""
+        return None
+
+    def score(self, rollouts: list[Rollout]) -> list[Score]:
+        """Judge a whole group. A completion that breaks its own scoring gets that as its result, not an exception."""
+        raise NotImplementedError
+
+    def score_all(self, groups: list[list[Rollout]]) -> list[list[Score] | Exception]:
+        """Judge the groups of a step; overridden where a batch is cheaper. A failure is that group's result."""
+        return [_attempt(self.score, group) for group in groups]
+
+    def observe(self, groups: list[Group]) -> dict[str, float]:
+        """After the step: curriculum, critic, metrics (the names in `columns`)."""
+        return {}
+
+    def observe_eval(self, groups: list[Group]) -> dict[str, float]:
+        """Further metrics of an evaluation's greedy groups."""
+        return {}
+
+    def state_dict(self) -> dict:
+        """Everything that decides which prompts come next, as plain JSON types."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+    # Where a task needs them.
+    def prepare_model(self, policy) -> None:
+        """Once, before the optimizer exists: hooks, directions. `policy` has model, tokenizer and sample()."""
+
+    def on_forward(self, prompts: list[Prompt]) -> None:
+        """Before any forward that feeds prompt tokens: the prompts of its rows, in row order (for `inject`)."""
+
+    def on_gradients(self, policy) -> dict[str, float]:
+        """When the step's gradients are whole, before the guard and clipping; may change them; returns metrics."""
+        return {}
+
+    def demonstrations(self, prompts: list[Prompt]) -> list[list[dict]]:
+        """For each prompt the messages that follow it in a worked example: the supervised warm start's data."""
+        raise UserError(f"task {type(self).__name__} has no demonstrations, so --model tiny cannot be warm-started")
+
+    def demonstration_prompts(self) -> list[Prompt]:
+        """The prompts that the warm start draws from (never a held-out one)."""
+        raise UserError(f"task {type(self).__name__} has no demonstrations, so --model tiny cannot be warm-started")
+
+
+def _attempt(fn: Callable, *args):
+    try:
+        return fn(*args)
+    except UserError:
+        raise
+    except Exception as error:  # a task's fault in one group is this group's result; the loop counts and decides
+        return error
+
+
+# ------------------------------------------------------------------------------------------------ task registry
+TASKS = {
+    "math": "tasks.math_reasoning:MathTask",
+    "custom": "tasks.custom:CustomTask",
+}
+
+
+def load_task(spec: str) -> type[Task]:
+    """The task class for a registered name or `path/to/file.py:Class`."""
+    if spec in TASKS:
+        module, _, name = TASKS[spec].partition(":")
+        return getattr(importlib.import_module(module), name)
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py"):
+        raise UserError(f"--task {spec}: unknown task{nearest(spec, TASKS)}; give one of {', '.join(TASKS)} "
+                        "or path/to/file.py:Class")
+    if not Path(path).is_file():
+        raise UserError(f"--task {spec}: there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up by name
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"--task {spec}: {path} fails to import: {type(error).__name__}: {error}") from error
+    task = getattr(module, name, None)
+    if not (isinstance(task, type) and issubclass(task, Task)):
+        raise UserError(f"--task {spec}: {path} has no class {name} that derives from data.Task")
+    return task
+
+
+def nearest(name: str, names) -> str:
+    """' (did you mean X?)', or nothing where no name is near."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+# ------------------------------------------------------------------------------------------------ randomness
+def seed_of(seed: int, *key: int | str) -> int:
+    """A 63-bit seed for one purpose: the only source of randomness, so that a resume has nothing to restore.
+
+    Every draw of a run comes from a generator seeded by (run seed, purpose, step, ...), never from a stream.
+    """
+    digest = hashlib.blake2b(json.dumps([seed, *key]).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def rng_of(seed: int, *key: int | str) -> np.random.Generator:
+    """A NumPy generator for one purpose, see `seed_of`."""
+    return np.random.default_rng(seed_of(seed, *key))
+
+
+# ------------------------------------------------------------------------------------------------ reading records
+class BadRecords:
+    """Counts unusable records by reason and remembers where the first of each was."""
+
+    def __init__(self, source: str):
+        self.source, self.total = source, 0
+        self.reasons: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    def add(self, reason: str, where: str) -> None:
+        self.reasons[reason] += 1
+        self.first.setdefault(reason, where)
+
+    def describe(self) -> str:
+        """'3 of 10 records of f.jsonl cannot be used: not JSON 2 (first: line 4), no gold 1 (first: line 7)'."""
+        reasons = ", ".join(f"{why} {n} (first: {self.first[why]})" for why, n in self.reasons.most_common())
+        return f"{self.reasons.total()} of {self.total} records of {self.source} cannot be used: {reasons}"
+
+    def check(self, limit: float) -> list[str]:
+        """The note for the console. Raises where none is usable or more than the share `limit` is not."""
+        bad = self.reasons.total()
+        if self.total == 0:
+            raise UserError(f"{self.source} holds no records")
+        if bad == self.total or bad > limit * self.total:
+            raise UserError(f"{self.describe()}; over --max-bad-records {limit:g}")
+        return [self.describe()] if bad else []
+
+
+def read_records(source: str, bad: BadRecords, split: str = "train") -> Iterator[tuple[dict, str]]:
+    """Yields (record, where it stands) from a local .jsonl(.gz), .json or .parquet file, else from the hub.
+
+    A hub id may name its configuration, `openai/gsm8k:main`. A line that is not a JSON object is counted in `bad`.
+    """
+    path = Path(source)
+    if path.is_dir():
+        raise UserError(f"{source} is a folder; name a .jsonl, .json or .parquet file in it")
+    if path.is_file():
+        yield from _read_file(path, bad)
+    elif path.suffix in (".jsonl", ".json", ".parquet", ".gz") or source.startswith(("/", ".", "~")):
+        raise UserError(f"there is no data file {source}")
+    else:
+        yield from _read_hub(source, bad, split)
+
+
+def _read_file(path: Path, bad: BadRecords) -> Iterator[tuple[dict, str]]:
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+            lines = (row for batch in batches for row in batch.to_pylist())
+        elif path.suffix == ".json":
+            lines = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(lines, list):
+                raise UserError(f"{path} must hold a JSON list of records")
+        else:
+            with path.open("rb") as magic:
+                opener = gzip.open if magic.read(2) == b"\x1f\x8b" else open
+            lines = opener(path, "rt", encoding="utf-8", errors="replace")
+        for number, line in enumerate(lines, 1):
+            if isinstance(line, str) and not line.strip():
+                continue
+            bad.total += 1
+            try:
+                record = json.loads(line) if isinstance(line, str) else line
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                yield record, f"line {number}"
+            else:
+                bad.add("not a JSON object", f"line {number}")
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _read_hub(source: str, bad: BadRecords, split: str) -> Iterator[tuple[dict, str]]:
+    from datasets import load_dataset
+
+    name, _, config = source.partition(":")
+    try:
+        rows = load_dataset(name, config or None, split=split)
+    except Exception as error:  # offline, unknown id, gated: datasets raises a different class for each
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UserError(f"{source} (split {split}) is no local file and the hub gave no such data set "
+                        f"({type(error).__name__}: {reason}); give a local file with --data / --eval-data") from error
+    for number, record in enumerate(rows, 1):
+        bad.total += 1
+        yield record, f"row {number}"
+
+
+def is_local(source: str) -> bool:
+    """Whether a data source is a file (or looks like one) rather than a hub id."""
+    return Path(source).is_file() or source.endswith((".jsonl", ".json", ".parquet", ".gz"))
+
+
+def load_prompts(source: str, convert: Callable[[dict], Prompt], max_bad: float, split: str = "train"
+                 ) -> tuple[list[Prompt], list[str]]:
+    """All usable prompts of a source, and notes on the ones that are not.
+
+    `convert` turns a record into a Prompt and raises ValueError(reason) where it cannot.
+    """
+    bad, out = BadRecords(source), []
+    for record, where in read_records(source, bad, split):
+        try:
+            out.append(convert(record))
+        except ValueError as reason:
+            bad.add(str(reason), where)
+    return out, bad.check(max_bad)
+
+
+def train_and_heldout(args, convert: Callable[[dict], Prompt]) -> tuple[list[Prompt], list[Prompt], list[str]]:
+    """Training and held-out prompts of --data / --eval-data, and notes.
+
+    Held-out prompts come from --eval-data, else from the hub data set's test split, else they are cut from the
+    local file by seed (at most a tenth of it). --eval-size of them are kept, drawn by seed 0 so that every run of a
+    sweep is measured on the same ones.
+    """
+    train, notes = load_prompts(args.data, convert, args.max_bad_records)
+    order = rng_of(0, "heldout")
+    if args.eval_data or not is_local(args.data):
+        source = args.eval_data or args.data
+        held, more = load_prompts(source, convert, args.max_bad_records, split="test")
+        notes += more
+        picked = order.permutation(len(held))[: args.eval_size]
+        held = [held[i] for i in sorted(picked)]
+    else:
+        count = min(args.eval_size, len(train) // 10) if args.eval_size else 0
+        picked = set(order.permutation(len(train))[:count].tolist())
+        held = [prompt for i, prompt in enumerate(train) if i in picked]
+        train = [prompt for i, prompt in enumerate(train) if i not in picked]
+        notes.append(f"{count} held-out prompts were cut from {args.data}; --eval-data names a file of their own")
+    if args.limit:
+        train = train[: args.limit]
+    return train, held, notes
+
+
+# ------------------------------------------------------------------------------------------------ which prompt next
+class Sampler:
+    """Deals training indices without replacement within a draw, more often where the policy wins about half.
+
+    Weight of a prompt seen before: max((1 - 2·|win rate - 0.5|)^alpha, 0.05); 0.75 where unseen. alpha 0 is uniform:
+    then every prompt comes once before any comes twice.
+    """
+
+    def __init__(self, size: int, seed: int, alpha: float):
+        if size == 0:
+            raise UserError("no training prompts are left; check --data, --limit and the counts of dropped records")
+        self.size, self.seed, self.alpha = size, seed, alpha
+        self.draws = self.dealt = 0
+        self.tries = np.zeros(size, dtype=np.int64)
+        self.wins = np.zeros(size, dtype=np.int64)
+
+    def draw(self, n: int) -> list[int]:
+        """`n` indices; they are distinct unless there are fewer than `n` prompts."""
+        self.draws += 1
+        if self.alpha == 0:
+            out = []
+            for place in range(self.dealt, self.dealt + n):
+                epoch, i = divmod(place, self.size)
+                if not out or i == 0:
+                    order = rng_of(self.seed, "epoch", epoch).permutation(self.size)
+                out.append(int(order[i]))
+            self.dealt += n
+            return out
+        rng, out = rng_of(self.seed, "draw", self.draws), []
+        while len(out) < n:  # exponential keys: a weighted sample without replacement (Efraimidis and Spirakis 2006)
+            keys = rng.exponential(size=self.size) / self.weights()
+            out += np.argsort(keys, kind="stable")[: n - len(out)].tolist()
+        return out
+
+    def weights(self) -> np.ndarray:
+        rate = self.wins / np.maximum(self.tries, 1)
+        informative = np.maximum((1 - 2 * np.abs(rate - 0.5)) ** self.alpha, 0.05)
+        return np.where(self.tries > 0, informative, 0.75)
+
+    def record(self, index: int, tries: int, wins: int) -> None:
+        self.tries[index] += tries
+        self.wins[index] += wins
+
+    def state_dict(self) -> dict:
+        seen = np.flatnonzero(self.tries)
+        counts = [[int(i), int(self.tries[i]), int(self.wins[i])] for i in seen]
+        return {"size": self.size, "draws": self.draws, "dealt": self.dealt, "counts": counts}
+
+    def load_state_dict(self, state: dict) -> None:
+        if state["size"] != self.size:
+            raise UserError(f"the checkpoint has {state['size']} training prompts, the data now give {self.size}")
+        self.draws, self.dealt = state["draws"], state["dealt"]
+        for index, tries, wins in state["counts"]:
+            self.tries[index], self.wins[index] = tries, wins
