@@ -25,6 +25,10 @@ class UserError(Exception):
     """A user's mistake. Its text is one sentence that names the fix; the command ends with exit code 2."""
 
 
+class TrainingFailed(Exception):
+    """The training cannot go on; its text says why. The command ends with exit code 3."""
+
+
 # ------------------------------------------------------------------------------------------------ the interface
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompt:
@@ -344,22 +348,23 @@ def is_local(source: str) -> bool:
     return Path(source).is_file() or source.endswith((".jsonl", ".json", ".parquet", ".gz"))
 
 
-def load_prompts(source: str, convert: Callable[[dict], Prompt], max_bad: float, split: str = "train"
+def load_prompts(source: str, convert: Callable[[dict], Prompt | None], max_bad: float, split: str = "train"
                  ) -> tuple[list[Prompt], list[str]]:
     """All usable prompts of a source, and notes on the ones that are not.
 
-    `convert` turns a record into a Prompt and raises ValueError(reason) where it cannot.
+    `convert` turns a record into a Prompt, or None where it is left out by choice, or raises ValueError(reason).
     """
     bad, out = BadRecords(source), []
     for record, where in read_records(source, bad, split):
         try:
-            out.append(convert(record))
+            prompt = convert(record)
+            out += [prompt] if prompt is not None else []
         except ValueError as reason:
             bad.add(str(reason), where)
     return out, bad.check(max_bad)
 
 
-def train_and_heldout(args, convert: Callable[[dict], Prompt]) -> tuple[list[Prompt], list[Prompt], list[str]]:
+def train_and_heldout(args, convert: Callable[[dict], Prompt | None]) -> tuple[list[Prompt], list[Prompt], list[str]]:
     """Training and held-out prompts of --data / --eval-data, and notes.
 
     Held-out prompts come from --eval-data, else from the hub data set's test split, else they are cut from the

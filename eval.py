@@ -1,0 +1,287 @@
+"""Evaluation on held-out prompts: greedy accuracy, pass@k and maj@k, inside a run and as a command.
+
+    python eval.py --model runs/NAME --task math --data test.jsonl -n 50 -k 4 --out eval.jsonl
+
+Any flag of train_grpo.py may follow. A model that is a run folder or a checkpoint in one is evaluated with that run's
+task, instruction, data and limits; flags override them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, load_task
+from rewards import equivalent
+
+ALL = 10**9  # --eval-size where every prompt is wanted
+
+Sample = Callable[[list[Prompt], int, float, str], list[list[Rollout]]]
+
+
+# ---- metrics
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that at least one of k samples is right, from n samples of which c are: 1 - C(n-c, k) / C(n, k).
+
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), as a product. Raises ValueError outside
+    0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def majority(answers: list[str | None], correct: list[bool]) -> bool:
+    """Whether the most frequent answer is right. Equivalent answers vote together, None does not vote.
+
+    A tie goes to the answer that was seen first; its first sample's verdict counts.
+    """
+    classes: list[list[int]] = []  # indices of equivalent answers
+    for i, answer in enumerate(answers):
+        if answer is None:
+            continue
+        for members in classes:
+            first = answers[members[0]]
+            if answer == first or equivalent(answer, first):
+                members.append(i)
+                break
+        else:
+            classes.append([i])
+    return bool(classes) and correct[max(classes, key=len)[0]]
+
+
+def mean(values) -> float | None:
+    """The mean of the numbers among `values`, None where there is none."""
+    known = [float(value) for value in values if value is not None and math.isfinite(value)]
+    return sum(known) / len(known) if known else None
+
+
+def judge(task: Task, rollouts: list[list[Rollout]]) -> list[Group]:
+    """Scored groups. A failure is its rollouts' result; the same failure in every one of them raises TrainingFailed."""
+    groups = []
+    for rows, scores in zip(rollouts, task.score_all(rollouts), strict=True):
+        if isinstance(scores, Exception):
+            scores = [Score.unscorable(f"{type(scores).__name__}: {scores}") for _ in rows]
+        scores = [score if score.reward is None or math.isfinite(score.reward)
+                  else Score.unscorable("the reward is not finite") for score in scores]
+        groups.append(Group(rows[0].prompt, rows, scores))
+    reasons = [score.flags.get("unscorable") or score.flags.get("error") for g in groups for score in g.scores]
+    if reasons and reasons[0] and len(set(reasons)) == 1:
+        raise TrainingFailed(f"scoring failed in the same way for every completion: {reasons[0]}")
+    return groups
+
+
+def evaluate(task: Task, sample: Sample, prompts: list[Prompt], k: int = 0, temperature: float = 0.8
+             ) -> tuple[dict[str, float | None], list[dict], list[Group]]:
+    """Metrics, one record a prompt, and the greedy groups (one rollout each).
+
+    `sample(prompts, n, temperature, key)` gives n rollouts a prompt; temperature 0 is greedy, `key` names the purpose
+    for the seed. With k > 0, k samples a prompt at `temperature` give pass@k and maj@k. A metric that cannot be
+    computed (no `correct` flags, no prompts) is None. Lengths are in tokens that the policy wrote.
+    """
+    if not prompts:
+        return _metrics(task, [], [], k), [], []
+    greedy = judge(task, sample(prompts, 1, 0.0, "eval-greedy"))
+    records = [_record(i, group) for i, group in enumerate(greedy)]
+    if k > 0:
+        for record, group in zip(records, judge(task, sample(prompts, k, temperature, "eval-k")), strict=True):
+            record["texts"] = [rollout.text for rollout in group.rollouts]
+            record["answers"] = [score.flags.get("answer") for score in group.scores]
+            record["answers_correct"] = [_verdict(score) for score in group.scores]
+    return _metrics(task, greedy, records, k), records, greedy
+
+
+def _verdict(score: Score) -> bool | None:
+    correct = score.flags.get("correct")
+    return None if correct is None or score.reward is None else bool(correct)
+
+
+def _record(index: int, group: Group) -> dict[str, Any]:
+    messages, score = group.prompt.messages, group.scores[0]
+    question = messages if isinstance(messages, str) else next(
+        (message["content"] for message in reversed(messages) if message["role"] == "user"), None)
+    return {"index": index, "question": question, "gold": group.prompt.gold, "text": group.rollouts[0].text,
+            "answer": score.flags.get("answer"), "correct": _verdict(score), "reward": score.reward,
+            "parts": score.parts, "stop": group.rollouts[0].stop}
+
+
+def _metrics(task: Task, greedy: list[Group], records: list[dict], k: int) -> dict[str, float | None]:
+    rollouts, scores = [g.rollouts[0] for g in greedy], [g.scores[0] for g in greedy]
+    metrics = {
+        "reward": mean(score.reward for score in scores),
+        "accuracy": mean(record["correct"] for record in records),
+        "pass_at_k": pass_curve(records, [k])[0] if k else None,
+        "maj_at_k": mean(_majority_of(record) for record in records) if k else None,
+        "length_mean": mean(sum(rollout.mask) for rollout in rollouts),
+        "truncated_share": mean(rollout.truncated for rollout in rollouts),
+        "n": len(greedy),
+        "unscorable": sum(score.reward is None for score in scores),
+    }
+    metrics |= {f"part_{name}": mean(score.parts.get(name) for score in scores) for name in task.parts}
+    return metrics | {name: mean([value]) for name, value in task.observe_eval(greedy).items()}
+
+
+def pass_curve(records: list[dict], ks: list[int]) -> list[float | None]:
+    """pass@k for each of `ks`, over the prompts; samples without a verdict do not count."""
+    verdicts = [[v for v in record["answers_correct"] if v is not None] for record in records]
+    return [mean(pass_at_k(len(v), sum(v), min(k, len(v))) for v in verdicts if v) for k in ks]
+
+
+def _majority_of(record: dict) -> bool | None:
+    known = [(a, v) for a, v in zip(record["answers"], record["answers_correct"], strict=True) if v is not None]
+    return majority([a for a, _ in known], [v for _, v in known]) if known else None
+
+
+def strict_json(value: Any) -> str:
+    """JSON on one line: what is not finite is null, NumPy's and torch's numbers are numbers, the rest is text."""
+    def clean(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {str(key): clean(item) for key, item in x.items()}
+        if isinstance(x, list | tuple):
+            return [clean(item) for item in x]
+        x = x.item() if hasattr(x, "item") else x
+        if isinstance(x, float) and not math.isfinite(x):
+            return None
+        return x if x is None or isinstance(x, bool | int | float | str) else str(x)
+
+    return json.dumps(clean(value), allow_nan=False)
+
+
+# ---- the command
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def read_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This command's flags, and the rest, which train_grpo.py knows."""
+    parser = Parser(prog="eval.py", allow_abbrev=False, description=__doc__, epilog="And any flag of train_grpo.py.",
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder, hub id, run folder or checkpoint [train_grpo.py's default]")
+    parser.add_argument("--task", help="registered task or path/to/file.py:Class [the run's]")
+    parser.add_argument("--data", help="what is evaluated: file or hub id [the held-out prompts of the run or task]")
+    parser.add_argument("-n", type=int, default=0, metavar="N", help="prompts, drawn by a fixed seed; 0: all [0]")
+    parser.add_argument("-k", type=int, default=0, metavar="K", help="samples a prompt for pass@k and maj@k [0]")
+    parser.add_argument("--temperature", type=float, default=0.8, help="of those samples [0.8]")
+    parser.add_argument("--out", default="eval.jsonl", help="one JSON line a prompt [eval.jsonl]")
+    own, rest = parser.parse_known_args(argv)
+    if own.n < 0 or own.k < 0 or not 0 < own.temperature < math.inf:
+        raise UserError("-n and -k must be 0 or more, and --temperature over 0")
+    return own, rest
+
+
+def find_run(model: str) -> tuple[str, dict]:
+    """(the model to load, the values of the run it belongs to, none where it belongs to none).
+
+    Of a run folder, `checkpoints/best` is taken, else the newest step. Raises UserError where it has neither.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        return model, {}
+    for folder in (path, *path.absolute().parents[:3]):
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(config, dict) and isinstance(config.get("args"), dict):
+            values = {name: value for name, value in config["args"].items() if value is not None}
+            return str(best_checkpoint(path) if folder == path else path), values
+    return model, {}
+
+
+def best_checkpoint(run: Path) -> Path:
+    if (run / "checkpoints" / "best").is_dir():
+        return run / "checkpoints" / "best"
+    steps = [(int(found[1]), path) for path in (run / "checkpoints").glob("step_*")
+             if (found := re.fullmatch(r"step_(\d+)", path.name)) and path.is_dir()]
+    if not steps:
+        raise UserError(f"{run} has no checkpoint yet; give its --model instead")
+    return max(steps)[1]
+
+
+def resolve(own: argparse.Namespace, rest: list[str]):
+    """The resolved flags of train_grpo.py for this evaluation."""
+    import train_grpo
+
+    flags, base = [*rest, "--beta", "0"], {}  # evaluation needs no reference
+    if own.model is not None:
+        model, base = find_run(own.model)
+        flags += ["--model", model]
+    if own.data is not None:
+        flags += ["--data", own.data, "--eval-data", own.data, "--eval-size", str(own.n or ALL)]
+    elif own.n:
+        flags += ["--eval-size", str(own.n)]
+    if own.task is not None:
+        flags += ["--task", own.task]
+        if base.get("task", own.task) != own.task:  # the run's other task has flags that this one lacks
+            shared = train_grpo.Args.__dataclass_fields__.keys() - {"reward"}
+            base = {name: base[name] for name in base.keys() & shared}
+    args, *_ = train_grpo.resolve_args(flags, base)
+    return args
+
+
+def print_table(metrics: dict[str, float | None], records: list[dict], k: int, seconds: float) -> None:
+    rows = {"accuracy": metrics["accuracy"]}
+    if k:
+        ks = [*(2**i for i in range(k.bit_length()) if 2**i < k), k]
+        rows |= {f"pass@{j}": value for j, value in zip(ks, pass_curve(records, ks), strict=True)}
+        rows[f"maj@{k}"] = metrics["maj_at_k"]
+    rows |= {name: value for name, value in metrics.items() if name not in ("accuracy", "pass_at_k", "maj_at_k")}
+    rows["seconds"] = seconds
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        text = "-" if value is None else f"{value:d}" if isinstance(value, int) else f"{value:.4g}"
+        print(f"{name:{width}}  {text}")
+
+
+def write_records(path: Path, records: list[dict]) -> None:
+    """One strict JSON line a record; the file appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text("".join(strict_json(record) + "\n" for record in records), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    import train_grpo
+
+    own, rest = read_flags(sys.argv[1:] if argv is None else argv)
+    args = resolve(own, rest)
+    task = load_task(args.task)(args)
+    for note in task.notes:
+        print(note)
+    if not task.heldout():
+        raise UserError("there are no held-out prompts to evaluate; name a file of them with --data")
+    policy = train_grpo.load_policy(args, task)
+    prompts = [prompt for prompt in task.heldout() if policy.fits(prompt)]
+    if not prompts:
+        raise UserError("no held-out prompt leaves room for an answer; lower --max-new or raise --context")
+    if len(prompts) < len(task.heldout()):
+        print(f"{len(task.heldout()) - len(prompts)} prompts are too long for the context and are left out")
+    print(f"evaluating {args.model} on {len(prompts)} prompts", flush=True)
+    start = time.perf_counter()
+    metrics, records, _ = evaluate(task, policy.sample, prompts, own.k, own.temperature)
+    write_records(Path(own.out), records)
+    print_table(metrics, records, own.k, time.perf_counter() - start)
+    print(f"wrote {own.out}")
+
+
+if __name__ == "__main__":
+    import train_grpo
+
+    train_grpo.run_command(main)

@@ -1,0 +1,300 @@
+"""Pictures of one run, or of several laid over each other, from the files in runs/NAME/, also while they are written.
+
+    python plot_run.py runs/A                                                  standard pictures, into runs/A/plots/
+    python plot_run.py runs/A runs/B --metrics 'accuracy,part_*' -o ab.pdf     a panel a metric, a colour a run
+"""
+
+import argparse
+import csv
+import difflib
+import fnmatch
+import json
+import math
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot: no display, no global state, nothing to close
+from matplotlib.ticker import MaxNLocator
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888"]  # Okabe and Ito
+DASHES = ["-", "--", "-.", ":"]  # the ninth line is the first colour again, dashed
+STYLE = {
+    "font.size": 10, "legend.fontsize": 9, "xtick.labelsize": 9, "ytick.labelsize": 9, "axes.formatter.limits": (-6, 6),
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555", "axes.axisbelow": True,
+    "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.6, "axes.xmargin": 0.02, "legend.frameon": False,
+    "legend.handlelength": 1.4, "legend.columnspacing": 1.2, "savefig.dpi": 160, "text.usetex": False,
+}  # fmt: skip
+LABELS = {"kl": "KL to reference", "eval_pass_at_k": "eval pass@k", "eval_maj_at_k": "eval maj@k"}
+COMPARED = "reward_mean,accuracy,eval_accuracy,kl,entropy,length_mean".split(",")
+
+
+class Panel(NamedTuple):
+    """One set of axes: columns and their legend names on the left scale and, in another unit, on the right one."""
+
+    label: str
+    left: dict[str, str]
+    right_label: str = ""
+    right: dict[str, str] = {}
+    stacked: bool = False
+
+
+PANELS = {
+    "reward": Panel("reward", {"reward_mean": "train mean", "eval_reward": "eval"}),
+    "accuracy": Panel("accuracy", {"accuracy": "train", "eval_accuracy": "eval greedy", "eval_pass_at_k": "pass@k",
+                                   "eval_maj_at_k": "maj@k"}),
+    "parts": Panel("mean reward part", {}),  # its columns are the run's own
+    "loss": Panel("loss", {"loss": "loss", "policy_loss": "policy loss"}, "KL to reference", {"kl": "KL (right)"}),
+    "entropy": Panel("entropy (nats)", {"entropy": "entropy"}),
+    "length": Panel("completion tokens", {"length_mean": "mean", "length_max": "longest"},
+                    "truncated share", {"truncated_share": "truncated (right)"}),
+    "groups": Panel("groups", {f"groups_{name}": name for name in ("used", "constant", "dropped")}, stacked=True),
+    "clip": Panel("share of tokens clipped", {"clip_low_share": "low", "clip_high_share": "high"},
+                  "gradient norm", {"grad_norm": "norm (right)"}),
+    "seconds": Panel("seconds per step", {f"seconds_{name}": name for name in ("rollout", "score", "update", "eval")},
+                     stacked=True),
+}  # fmt: skip
+# The columns of the trainer; any other is its task's own and goes to task.png.
+KNOWN = {column for panel in PANELS.values() for column in [*panel.left, *panel.right]} | set(
+    "step time tokens tokens_total reward_std reward_min reward_max reward_std_group groups_sampled unscorable logp_gap"
+    " ratio_mean ratio_max lr beta temperature advantage_mean advantage_std skipped_updates filtered_mass"
+    " tokens_per_second peak_memory_gb".split())  # fmt: skip
+
+
+@dataclass
+class Run:
+    """What is on disk of one run: columns of equal length, one entry a step; steps and values of evaluations."""
+
+    name: str
+    columns: dict[str, list[float | None]]
+    evals: dict[str, tuple[list[float], list[float | None]]]
+
+    def series(self, metric: str) -> tuple[list[float], list[float], list[int]]:
+        """Steps, values (NaN in a gap), and where a value has no neighbour; empty lists where there is no value.
+        What is measured now and then comes without the blanks between, and every place of it is in the third list."""
+        steps, values = self.evals.get(metric) or (self.columns["step"], self.columns.get(metric, []))
+        there = {i: y for i, y in enumerate(values) if y is not None}
+        alone = [i for i in there if i - 1 not in there and i + 1 not in there]
+        if metric.startswith("eval_") or len(alone) == len(there):
+            return [steps[i] for i in there], list(there.values()), list(range(len(there)))
+        return steps, [there.get(i, math.nan) for i in range(len(steps))], alone
+
+
+def number(value: object) -> float | None:
+    """A finite float, or None for anything else: a blank, text, NaN, and 1e100 and more, which no axis can hold."""
+    with suppress(TypeError, ValueError, OverflowError):
+        return float(value) if abs(float(value)) < 1e100 else None
+
+
+def read_columns(path: Path) -> dict[str, list[float | None]]:
+    """Columns of a metrics.csv. A line without its newline is still being written: it is left out."""
+    lines = path.read_text("utf-8", errors="replace").split("\n")[:-1]
+    rows = [next(csv.reader([line]), []) for line in lines]  # one by one: a torn quote would swallow what follows it
+    header, by_step = rows[0] if rows else [], {}
+    for i, row in enumerate(rows[1:], start=1):
+        values = {"step": float(i)} | dict(zip(header, map(number, row), strict=False))
+        if len(row) == len(header) and values["step"] is not None:
+            by_step[values["step"]] = values  # a resumed run writes a step again: its last row counts
+    return {name: [by_step[step][name] for step in sorted(by_step)] for name in (["step", *header] if header else [])}
+
+
+def read_evals(path: Path) -> dict[str, tuple[list[float], list[float | None]]]:
+    """The numbers of an eval.jsonl under the names that the csv gives them; a torn line is left out."""
+    by_step = {}
+    for line in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
+        with suppress(ValueError, TypeError, KeyError):
+            record = json.loads(line)
+            by_step[number(record["step"])] = record
+    steps = sorted(by_step.keys() - {None})
+    keys = dict.fromkeys(key for step in steps for key in by_step[step] if key != "step")
+    columns = {key: [number(by_step[step].get(key)) for step in steps] for key in keys}
+    return {"eval_" + key.removeprefix("eval_"): (steps, values) for key, values in columns.items()}
+
+
+def read_run(folder: str | Path) -> Run:
+    """Reads a run folder, finished or not. ValueError, one sentence, where it is no run or has not begun."""
+    if not (folder := Path(folder)).is_dir():
+        raise ValueError(f"there is no run folder {folder}.")
+    if not (folder / "metrics.csv").exists():
+        inside = [str(path.parent) for path in sorted(folder.glob("*/metrics.csv"))]
+        hint = f"name some of the runs inside: {', '.join(inside)}" if inside else "it has no metrics.csv"
+        raise ValueError(f"{folder} is not a run folder; {hint}.")
+    columns = read_columns(folder / "metrics.csv")
+    if not columns:
+        raise ValueError(f"{folder / 'metrics.csv'} is empty: the run has not come to its first step.")
+    return Run(folder.resolve().name, columns, read_evals(folder / "eval.jsonl"))
+
+
+def smoothed(values: list[float | None], weight: float) -> list[float]:
+    """Exponential moving average without the pull to zero at its start; a gap stays a gap."""
+    total, norm, result = 0.0, 0.0, []
+    for value in (math.nan if value is None else value for value in values):
+        if value == value:
+            total, norm = weight * total + (1 - weight) * value, weight * norm + 1 - weight
+        result.append(total / norm if value == value else math.nan)
+    return result
+
+
+def plain(text: str) -> str:
+    """Text as it is: matplotlib takes $ for mathematics and hides a legend name that begins with an underscore."""
+    return ("\u200a" if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+def draw_line(ax: Axes, run: Run, metric: str, label: str, index: int, smooth: float) -> None:
+    """A light line of what was logged under a strong smoothed one; sparse values as they are, with markers."""
+    steps, values, alone = run.series(metric)
+    look = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
+    if smooth > 0 and len(alone) < len(values):
+        ax.plot(steps, values, alpha=0.28, linewidth=0.9, **look)
+        values = smoothed(values, smooth)
+    marks = {"marker": "o", "markersize": 4, "markevery": alone[:: len(alone) // 40 + 1]} if alone else {}
+    ax.plot(steps, values, label=plain(label), linewidth=1.7, **marks, **look)
+
+
+def draw_panel(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
+    """One panel: a colour a column for a single run, a colour a run for several."""
+    labels, single, handles, first = panel.left | panel.right, len(runs) == 1, [], runs[0].columns
+    left, right = ([x for x in side if any(run.series(x)[0] for run in runs)] for side in (panel.left, panel.right))
+    twin = ax.twinx() if left and right else ax
+    if panel.stacked:  # a bar a step, with no gaps between
+        edges = [*(x - 0.5 for x in first["step"]), first["step"][-1] + 0.5]
+        stack = [[y or 0.0 for y in [*first[name], first[name][-1]]] for name in left]
+        ax.stackplot(edges, stack, labels=map(labels.get, left), colors=COLOURS, step="post", alpha=0.75, lw=0)
+    if single and "reward_mean" in left and "reward_std" in first:
+        mean, std = (smoothed(first[name], smooth) for name in ("reward_mean", "reward_std"))
+        low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
+        ax.fill_between(first["step"], low, high, color=COLOURS[0], alpha=0.13, linewidth=0, label="±1σ")
+    for side, columns, label in ((ax, left, panel.label), (twin, right, panel.right_label)):
+        for i, run in enumerate(runs if not panel.stacked else []):
+            for column in (column for column in columns if run.series(column)[0]):
+                name, index = (labels[column], list(labels).index(column)) if single else (run.name, i)
+                draw_line(side, run, column, name, index, smooth)
+        if columns:
+            side.set_ylabel(plain(label))
+            handles += side.get_legend_handles_labels()[0]
+            low, high = side.dataLim.intervaly
+            if 0 <= low <= high / 2:  # near zero begins at zero
+                side.set_ylim(-0.03 * (high or 1), None if high else 1)
+        some = sorted(y for run in runs for y in run.series("kl")[1] if y > 0 or y < 0)  # it is 0 at the first step
+        if columns == ["kl"] and some and 0 < some[0] <= some[len(some) // 10] < some[-1] / 100:
+            side.set_yscale("log", nonpositive="mask")
+            side.set_ylim(max(some[0], some[-1] * 1e-6) / 2, None)
+    if twin is not ax:
+        colour = COLOURS[list(labels).index(right[0])]
+        twin.spines["right"].set(visible=True, color=colour)
+        twin.tick_params(axis="y", colors=colour, grid_alpha=0)
+    if single and len(handles) > 1:  # above the axes, where it covers nothing, and right of a factor such as 1e-8
+        place = {"loc": "lower left", "bbox_to_anchor": (0 if 1e-5 < max(map(abs, ax.dataLim.intervaly)) < 1e6 else 0.1, 1)}
+        ax.legend(handles=handles, ncols=min(4, len(handles)), borderpad=0.2, **place)
+
+
+@matplotlib.rc_context(STYLE)
+def draw_figure(runs: list[Run], panels: list[Panel], smooth: float = 0.8) -> Figure | None:
+    """The panels that have data, at most three a row; None where none has."""
+    shown = [panel for panel in panels if any(run.series(x)[0] for run in runs for x in panel.left | panel.right)]
+    down = -(-len(shown) // (across := {1: 1, 2: 2, 4: 2}.get(len(shown), 3)))
+    figure = Figure(figsize=(4.3 * across + (across == 1), 2.9 * down + 0.4), layout="constrained")
+    for i, panel in enumerate(shown):
+        ax = figure.add_subplot(down, across, i + 1, sharex=figure.axes[0] if i else None)
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        ax.set_xlabel("step" if i + across >= len(shown) else "")
+        draw_panel(ax, runs, panel, smooth)
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.07)
+    if len(runs) == 1:
+        figure.suptitle(plain(runs[0].name), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    else:
+        lines = {line.get_label(): line for ax in figure.axes[::-1] for line in ax.get_legend_handles_labels()[0]}
+        handles = [lines[name] for name in (plain(run.name) for run in runs) if name in lines]
+        figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    return figure if shown else None
+
+
+@matplotlib.rc_context(STYLE)
+def save(figure: Figure, path: Path) -> Path:
+    """Writes beside the target and renames, so that a viewer never sees half a picture."""
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        figure.savefig(temporary, format=path.suffix[1:].lower())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror or error}.") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def standard(run: Run) -> dict[str, list[Panel]]:
+    """The panels of each standard picture."""
+    parts = {name: name.removeprefix("part_") for name in run.columns if name.startswith("part_")}
+    panels = PANELS | {"parts": PANELS["parts"]._replace(left=parts)}
+    own = [x for x in run.columns if x not in KNOWN | set(parts) | {f"eval_{name}" for name in run.columns}]
+    task = [Panel(name.replace("_", " "), {name: "train", f"eval_{name}": "eval"}) for name in own]
+    single = {name: [panels[name]] for name in ("reward", "accuracy", "parts", "loss")}
+    return {"overview": list(panels.values()), **single, "task": task}
+
+
+def plot_run(folder: str | Path, out_dir: str | Path | None = None, smooth: float = 0.8) -> list[Path]:
+    """The standard pictures of one run as PNG, into its plots/: those that have data, so none before the first step."""
+    run, out_dir = read_run(folder), Path(out_dir or Path(folder) / "plots")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    figures = {name: draw_figure([run], panels, smooth) for name, panels in standard(run).items()}
+    return [save(figure, out_dir / f"{name}.png") for name, figure in figures.items() if figure]
+
+
+def choose(wanted: list[str], names: list[str]) -> list[Panel]:
+    """One panel for each metric that is meant by a name or a pattern. ValueError, one sentence, for an unknown one."""
+    found = {}
+    for want in wanted:
+        matches = [want] if want in names else fnmatch.filter(names, want)
+        if not matches:
+            near = ", ".join(difflib.get_close_matches(want, names, 4, 0.5)) or "nothing (--list shows all)"
+            raise ValueError(f"no metric {want!r}; near it: {near}.")
+        found |= {name: Panel(LABELS.get(name, name.replace("_", " ")), {name: name}) for name in matches}
+    return list(found.values())
+
+
+def command(args: argparse.Namespace) -> list[object]:
+    """Does what the command line asks and returns what to print. ValueError, one sentence, for a mistake in it."""
+    if not 0 <= args.smooth < 1:
+        raise ValueError(f"--smooth is {args.smooth:g}; it is at least 0 and less than 1.")
+    if args.out and args.out.suffix.lower() not in (".png", ".pdf", ".svg", ".jpg"):
+        raise ValueError(f"cannot write {args.out}; a picture ends in .png, .pdf, .svg or .jpg.")
+    paths, depth = {Path(folder).resolve().parts: folder for folder in args.runs}, 1  # one named twice is one run
+    while len({parts[-depth:] for parts in paths}) < len(paths):
+        depth += 1  # as many parents as it takes to tell the runs apart
+    runs = [replace(read_run(folder), name="/".join(parts[-depth:])) for parts, folder in paths.items()]
+    names = list(dict.fromkeys(name for run in runs for name in [*run.columns, *run.evals] if name != "step"))
+    if args.list:
+        return [f"{run.name}  {name}" for run in runs for name in names if run.series(name)[0]]
+    if args.out or args.metrics or len(runs) > 1:
+        wanted = args.metrics.split(",") if args.metrics else [name for name in COMPARED if name in names]
+        panels = choose(wanted, names) if args.metrics or len(runs) > 1 else standard(runs[0])["overview"]
+        figure = draw_figure(runs, panels, args.smooth)
+        pictures = [save(figure, args.out or Path("comparison.png"))] if figure else []
+    else:
+        pictures = plot_run(args.runs[0], smooth=args.smooth)
+    if not pictures:
+        raise ValueError(f"nothing to draw: no value has been logged yet in {', '.join(args.runs)}.")
+    return pictures
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line: exit code 0, or 2 and one sentence on stderr for a mistake."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, runs/NAME")
+    parser.add_argument("-o", "--out", type=Path, help="the picture to write, else comparison.png; also .pdf, .svg, …")
+    parser.add_argument("--metrics", metavar="A,B", help="what to draw; patterns as 'part_*'; evaluations are 'eval_*'")
+    parser.add_argument("--smooth", type=float, default=0.8, help="weight of the moving average, 0 for none (0.8)")
+    parser.add_argument("--list", action="store_true", help="print what can be drawn, and draw nothing")
+    try:
+        print(*command(parser.parse_args(argv)), sep="\n")
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"plot_run: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
