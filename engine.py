@@ -256,7 +256,7 @@ def chunked_logps(logits: Tensor, targets: Tensor, temperature: float, entropy: 
 
 
 @torch.no_grad()
-def fill_logps(policy, hf, rows: list[Row], field: str, args, temperature: float, budget: int) -> None:
+def fill_logps(policy, hf, rows: list[Row], field: str, temperature: float, budget: int) -> None:
     """Set `old` or `ref` of every row to the log-probabilities under `hf`, in the update's own batches."""
     for batch in micro_batches(rows, budget):
         logp, _ = token_logps(policy, hf, batch, temperature)

@@ -188,8 +188,8 @@ def draw_panel(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
         twin.spines["right"].set(visible=True, color=colour)
         twin.tick_params(axis="y", colors=colour, grid_alpha=0)
     if single and len(handles) > 1:  # above the axes, where it covers nothing, and right of a factor such as 1e-8
-        place = {"loc": "lower left", "bbox_to_anchor": (0 if 1e-5 < max(map(abs, ax.dataLim.intervaly)) < 1e6 else 0.1, 1)}
-        ax.legend(handles=handles, ncols=min(4, len(handles)), borderpad=0.2, **place)
+        place = (0 if 1e-5 < max(map(abs, ax.dataLim.intervaly)) < 1e6 else 0.1, 1)
+        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=min(4, len(handles)), borderpad=0.2)
 
 
 @matplotlib.rc_context(STYLE)

@@ -875,51 +875,45 @@ def update(policy: Policy, optimizer: Optimizer, groups: list[Group], args, step
 
     `state["micro_tokens"]` is the current micro-batch budget; out of memory halves it for the rest of the run.
     """
-    temperature = temperature_at(step, args)
-    sums, norms, extra, skipped, used = Sums(), [], {}, 0, 0
-    parts = [(epoch, part) for epoch in range(args.inner_epochs) for part in range(args.minibatches)]
-    batches = {(epoch, part): rows_to_train(some, args) for epoch, part in parts
-               for some in [minibatch(groups, args, step, epoch, part)]}
-    rows = {id(row.rollout): row for batch in batches.values() for row in batch}
-
-    def fill():
-        distinct = list(rows.values())
-        if args.beta and distinct:
-            with policy.as_reference() as hf:
-                fill_logps(policy, hf, distinct, "ref", args, temperature, state["micro_tokens"])
-        if len(parts) > 1 and args.old_logp == "forward":
-            fill_logps(policy, policy.hf, distinct, "old", args, temperature, state["micro_tokens"])
-
-    with_smaller_batches(fill, state, say)
-    for row in (row for batch in batches.values() for row in batch):
-        first = rows[id(row.rollout)]
-        row.ref, row.old = first.ref, first.old
-        if len(parts) > 1 and args.old_logp == "sampler":
-            row.old = torch.tensor(row.rollout.logp, device=policy.device)
-    for key in parts:
-        if not batches[key]:
-            continue
-        used += 1
+    temperature, sums, norms, extra, skipped = temperature_at(step, args), Sums(), [], {}, 0
+    batches = [rows_to_train(minibatch(groups, args, step, epoch, part), args)
+               for epoch in range(args.inner_epochs) for part in range(args.minibatches)]
+    with_smaller_batches(lambda: anchor(policy, batches, args, temperature, state["micro_tokens"]), state, say)
+    for batch in filter(None, batches):
         result = with_smaller_batches(
-            lambda batch=batches[key]: gradients(policy, optimizer, batch, args, temperature, state["micro_tokens"]),
-            state, say)
+            lambda rows=batch: gradients(policy, optimizer, rows, args, temperature, state["micro_tokens"]), state, say)
         extra = policy.task.on_gradients(policy)
         norm = optimizer.clip(args.max_grad_norm)
         if math.isfinite(norm) and math.isfinite(result["loss"]):
             optimizer.step(lr_at(step, args))
             norms.append(norm)
+            sums.add(**result)
             state["bad_in_a_row"] = 0
-            for name, value in result.items():
-                sums.add(**{name: value})
         else:  # weights and moments stay as they are
             skipped += 1
             state["bad_in_a_row"] += 1
         optimizer.zero()
         if state["bad_in_a_row"] >= args.max_bad_steps:
             raise TrainingFailed(f"{args.max_bad_steps} gradients in a row were not finite, last at step {step}; lower "
-                                 "--lr, raise --beta, or look at the rewards; the last good checkpoint is whole")
+                                 "--lr, raise --beta, or look at the rewards; the weights are as before the first")
     policy.version = step
-    return update_metrics(sums, norms, skipped, max(1, used - skipped)) | extra
+    return update_metrics(sums, norms, skipped) | extra
+
+
+def anchor(policy: Policy, batches: list[list[Row]], args, temperature: float, budget: int) -> None:
+    """Give every row the log-probabilities that it is compared with: the reference's, and, where the weights move
+    within the batch, those from before the first of its updates (with a single update they equal the current ones)."""
+    rows = {id(row.rollout): row for batch in batches for row in batch}
+    if args.beta and rows:
+        with policy.as_reference() as hf:
+            fill_logps(policy, hf, list(rows.values()), "ref", temperature, budget)
+    if len(batches) > 1 and args.old_logp == "forward":
+        fill_logps(policy, policy.hf, list(rows.values()), "old", temperature, budget)
+    for row in (row for batch in batches for row in batch):
+        first = rows[id(row.rollout)]
+        row.ref, row.old = first.ref, first.old
+        if len(batches) > 1 and args.old_logp == "sampler":
+            row.old = torch.tensor(row.rollout.logp, device=policy.device)
 
 
 def minibatch(groups: list[Group], args, step: int, epoch: int, part: int) -> list[Group]:
@@ -958,9 +952,9 @@ def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, tempe
     return sums
 
 
-def update_metrics(sums: Sums, norms: list[float], skipped: int, updates: int) -> dict[str, float | None]:
+def update_metrics(sums: Sums, norms: list[float], skipped: int) -> dict[str, float | None]:
     """Means over tokens and optimizer steps; None where nothing was trained."""
-    tokens = sums.get("tokens")
+    tokens, updates = sums.get("tokens"), max(1, len(norms))
 
     def mean(key: str) -> float | None:
         return sums[key] / tokens if tokens and key in sums else None
@@ -1319,10 +1313,10 @@ def advice(rows: list[dict], args) -> dict[str, str]:
 
     constant = mean("groups_constant", recent) / max(1e-9, mean("groups_sampled", recent))
     if len(recent) == 5 and constant > 0.3:
-        hard = mean("accuracy", recent) < 0.5
+        right = mean("accuracy", recent)
+        what, data = ("hard", "easier") if right < 0.5 else ("easy", "harder") if right >= 0.5 else ("alike", "other")
         found["starvation"] = (f"{constant:.0%} of the groups are constant and teach nothing: the problems are too "
-                               f"{'hard' if hard else 'easy'}; try --group {2 * args.group}, --dynamic-sampling 2, or "
-                               f"{'easier' if hard else 'harder'} data")
+                               f"{what}; try --group {2 * args.group}, --dynamic-sampling 2, or {data} data")
     if last["truncated_share"] > 0.5:
         out = " (--overlong drop leaves them out)" if args.overlong == "drop" else ""
         found["truncation"] = (f"{last['truncated_share']:.0%} of the completions hit the limit{out}; raise --max-new "
@@ -1332,8 +1326,8 @@ def advice(rows: list[dict], args) -> dict[str, str]:
     if last.get("kl") is not None and last["kl"] > 10:
         found["kl"] = f"the KL to the reference is {last['kl']:.1f} nats a token; lower --lr or raise --beta"
     if last.get("filtered_mass", 0) > 0:
-        found["filter"] = (f"--top-p / --top-k cut {last['filtered_mass']:.1%} of the probability from the sampler; the "
-                           "trained ratio is the unfiltered policy's, so the gradient is biased by about that much")
+        found["filter"] = (f"--top-p / --top-k cut {last['filtered_mass']:.1%} of the probability from the sampler; "
+                           "the trained ratio is the unfiltered policy's, so the gradient is off by about that")
     if len(rows) >= 20:
         gain, truth = (mean(k, rows[-10:]) - mean(k, rows[-20:-10]) for k in ("reward_mean", "accuracy"))
         if gain > 0.05 and truth < -0.05:
@@ -1349,7 +1343,8 @@ def console_line(row: dict, args) -> str:
     line = (f"step {row['step']:>{len(str(args.steps))}}/{args.steps}  reward {number('reward_mean')} ± "
             f"{number('reward_std')}  accuracy {number('accuracy')}  "
             f"groups {row['groups_used']}/{row['groups_sampled']}  length {number('length_mean', '.0f')}  "
-            f"kl {number('kl', '.4f')}  entropy {number('entropy')}  grad {number('grad_norm', '.2f')}  {seconds:.2f} s")
+            f"kl {number('kl', '.4f')}  entropy {number('entropy')}  grad {number('grad_norm', '.2f')}  "
+            f"{seconds:.2f} s")
     if "eval_reward" in row:
         line += f"  | held-out reward {number('eval_reward')} accuracy {number('eval_accuracy')}"
     return line
@@ -1412,13 +1407,13 @@ def main(argv: list[str] | None = None) -> int:
             f"{f', --max-prompt {args.max_prompt}' if args.max_prompt else ''}) and were dropped")
     optimizer = Optimizer(policy.model, args)
     state = {"step": 0, "task": task.state_dict(), "baseline": None, "micro_tokens": args.micro_tokens,
-             "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0}
+             "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0, "seconds": 0.0}
     if resume_from:
         run = Run(resume_from, task, args)
         resumed = newest_checkpoint(run.folder, say)
         state = load_checkpoint(policy, optimizer, resumed)
         task.load_state_dict(state["task"])
-        policy.version = state["step"]
+        policy.version, began = state["step"], began - state["seconds"]
         run.forget_after(state["step"])
     else:
         run = Run.create(args, task, command.overwrite)
@@ -1427,7 +1422,8 @@ def main(argv: list[str] | None = None) -> int:
     trained = sum(master.numel() for _, master in optimizer.pairs)
     say(f"{run.folder}: task {args.task}, model {args.model} on {policy.device}, {trained:,} trained weights"
         + (f", resumed at step {state['step']}" if resumed else ""))
-    stop, rows, evals, warned, status, code = Stop(), run_rows(run.folder), run_evals(run.folder), {}, "done", 0
+    stop, rows, evals, warned = Stop(), run_rows(run.folder), run_evals(run.folder), {}
+    status, code, whole = "done", 0, True
     say.bar = tqdm(total=args.steps, initial=state["step"], disable=None, leave=False)
     try:
         if args.eval and not args.skip_initial_eval and not evals:
@@ -1437,7 +1433,7 @@ def main(argv: list[str] | None = None) -> int:
             say(f"before training: held-out reward {metrics['reward']}, accuracy {metrics['accuracy']}")
 
         for step in range(state["step"] + 1, args.steps + 1):
-            clock = Clock()
+            clock, whole = Clock(), True
             stop.check()
 
             # 1-3. sample P prompts, roll out G completions of each, score them
@@ -1447,9 +1443,10 @@ def main(argv: list[str] | None = None) -> int:
             set_advantages(batch, args, state["baseline"])
 
             # 5-7. micro-batches by token budget, task's gradient hook, guard, clip, step
+            row = step_metrics(batch, sampled, args) | {"filtered_mass": policy.filtered_mass}
+            whole = args.inner_epochs * args.minibatches == 1  # else a failure may leave the batch half applied
             with clock("update"):
-                row = update(policy, optimizer, batch, args, step, state, say)
-            row |= step_metrics(batch, sampled, args)
+                row |= update(policy, optimizer, batch, args, step, state, say)
 
             # 8. the task looks at what happened
             row |= task.observe(sampled)
@@ -1458,7 +1455,8 @@ def main(argv: list[str] | None = None) -> int:
                 state["baseline"] = args.baseline_decay * before + (1 - args.baseline_decay) * row["reward_mean"]
             flat = row["reward_std"] is not None and row["reward_std"] < args.early_stop_std
             state["flat_in_a_row"] = state["flat_in_a_row"] + 1 if flat else 0
-            state |= {"step": step, "task": task.state_dict(), "tokens_total": state["tokens_total"] + row["tokens"]}
+            state |= {"step": step, "task": task.state_dict(), "tokens_total": state["tokens_total"] + row["tokens"],
+                      "seconds": time.time() - began}
             early = 0 < args.early_stop_patience <= state["flat_in_a_row"]
             last = step == args.steps or early
 
@@ -1474,7 +1472,7 @@ def main(argv: list[str] | None = None) -> int:
                     write_folder(run.folder / "checkpoints" / "best", lambda folder: save_model(policy, folder))
             row |= {"step": step, "time": time.time() - began, "tokens_total": state["tokens_total"],
                     "lr": lr_at(step, args), "beta": args.beta, "temperature": temperature_at(step, args),
-                    "filtered_mass": policy.filtered_mass, **{f"seconds_{k}": v for k, v in clock.seconds.items()},
+                    **{f"seconds_{k}": v for k, v in clock.seconds.items()},
                     "tokens_per_second": row["tokens"] / max(clock.seconds["rollout"], 1e-9),
                     "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None}
             rows.append(row)
@@ -1495,10 +1493,11 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped:
         code = 128 + stop.signal
         status = f"stopped by {signal.Signals(stop.signal).name}; go on with --resume {run.folder}"
-        task.load_state_dict(state["task"])
         save_checkpoint(run, policy, optimizer, state, args)
     except TrainingFailed as failure:
         code, status = 3, f"failed: {failure}"
+        if whole:
+            save_checkpoint(run, policy, optimizer, state, args)
     finally:
         say.bar.close()
         say.bar = None
