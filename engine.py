@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 import transformers
 from torch import Tensor
 
-from data import Prompt, Rollout, TrainingFailed
+from data import Prompt, Rollout, TrainingFailed, UserError
 
 
 # ------------------------------------------------------------------------------------------------ rollout
@@ -50,7 +50,7 @@ class Draw:
         self.tokens.append(token[:, 0])
         self.logp.append(logp.gather(-1, token)[:, 0])
         self.entropy.append(-torch.special.xlogy(p, p).sum(-1))
-        self.filtered.append(1 - kept.sum(-1))
+        self.filtered.append((p - kept).sum(-1))  # exactly 0 without a filter
         return torch.full_like(logits, -torch.inf).scatter_(-1, token, 0.0)
 
 
@@ -85,6 +85,9 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
     rows = []
     for prompt in prompts:
         ids = policy.encode(prompt)
+        if len(ids) >= policy.context:
+            raise UserError(f"a prompt of {len(ids)} tokens leaves no room in the context of {policy.context}; raise "
+                            "--context, or let the task's keep() drop it")
         rows += [Rollout(prompt, list(ids), [], [], [], [], "", []) for _ in range(n)]
     generator = torch.Generator().manual_seed(seed)
     active, masses = rows, []
@@ -157,6 +160,8 @@ def observe_reply(policy, row: Rollout, reply: list[dict]) -> bool:
 
     What the policy wrote stays as it was sampled: only the template's text after it is tokenised.
     """
+    if isinstance(row.prompt.messages, str):
+        raise UserError("a task that replies needs chat messages as its prompts, not plain text")
     mark = "replysuffixmark"
     head = list(row.prompt.messages) + row.turns[:-1] + [{"role": "assistant", "content": mark}]
     suffix = policy.render(head + reply, row.prompt, True).rpartition(mark)[2]
@@ -245,7 +250,8 @@ def chunked_logps(logits: Tensor, targets: Tensor, temperature: float, entropy: 
     def part(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x = x.to(torch.promote_types(x.dtype, torch.float32)) / temperature
         z = x.logsumexp(-1)
-        h = z - (x.softmax(-1) * x).sum(-1) if entropy else z
+        p = x.softmax(-1) if entropy else x
+        h = z - (p * x.masked_fill(p == 0, 0.0)).sum(-1) if entropy else z  # a logit of -inf adds nothing
         return x.gather(-1, y[:, None])[:, 0] - z, h
 
     flat, wanted = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)

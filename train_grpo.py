@@ -20,6 +20,7 @@ import contextlib
 import copy
 import csv
 import dataclasses
+import functools
 import gzip
 import hashlib
 import importlib.metadata
@@ -192,6 +193,10 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 
 
+# what a checkpoint was made with and a resume cannot change
+FIXED = {"task", "model", "adapter", "lora_r", "lora_alpha", "lora_targets", "rslora", "optimizer"}
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one sentence, with the nearest right flag."""
 
@@ -202,6 +207,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}{hint}")
 
 
+@functools.cache
 def comments(cls: type) -> dict[str, str]:
     """Field name -> the comment on its line, for a dataclass and its bases."""
     found: dict[str, str] = {}
@@ -223,14 +229,18 @@ def field_types(cls: type) -> dict[str, Any]:
 def args_class(task: str) -> type:
     """`Args` joined with the flags of a task."""
     options = load_task(task).Options
+    if not dataclasses.is_dataclass(options):
+        raise UserError(f"--task {task}: its Options must be a dataclass, @dataclasses.dataclass(frozen=True)")
     clash = {f.name for f in dataclasses.fields(options)} & {f.name for f in dataclasses.fields(Args)}
-    assert not clash, f"{options} repeats flags of Args: {clash}"
+    if clash:
+        raise UserError(f"--task {task}: its Options repeat flags of train_grpo.py: {', '.join(sorted(clash))}")
     return dataclasses.make_dataclass("Args", [], bases=(options, Args), frozen=True)
 
 
 def build_parser(cls: type, complete: bool = True) -> Parser:
     parser = Parser(prog="train_grpo.py", allow_abbrev=False, add_help=complete,
                     description=__doc__.split("\n\n")[0])
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # argparse's own takes -1e-3 for a flag
     add = parser.add_argument
     add("--preset", nargs="+", action="extend", default=[], metavar="NAME",
         help="presets (configs/NAME.toml or a path), applied from left to right")
@@ -316,8 +326,8 @@ def resolve_args(argv: list[str], base: dict | None = None) -> tuple[Any, dict[s
     layers += [("the run's config.json", base)] if base else []
     given = vars(first)
     task = given.get("task")
-    for _, values in reversed(layers):
-        task = task or values.get("task")
+    for where, values in reversed(layers):
+        task = task or check_type("task", values.get("task", ""), str, where)
     reward = given.get("reward") or any(values.get("reward") for _, values in layers)
     task = task or ("custom" if reward else Args.task)
     if reward and task in ("math",):
@@ -325,6 +335,7 @@ def resolve_args(argv: list[str], base: dict | None = None) -> tuple[Any, dict[s
     cls = args_class(task)
     types, command = field_types(cls), build_parser(cls).parse_args(argv)
     values, sources = {"task": task}, {f.name: "default" for f in dataclasses.fields(cls)}
+    sources["task"] = "implied by --reward" if reward else "default"
     for where, content in layers:
         checked = layer(content, types, task, where)
         values |= checked
@@ -444,7 +455,7 @@ def or_user_error(path: str, load):
     """Run a loader; what the libraries say of a wrong path or an unreachable hub becomes one sentence."""
     try:
         return load()
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # torch, safetensors, gguf, peft: each has its own classes for a broken file
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"--model {path} cannot be loaded: {type(error).__name__}: {reason}") from error
 
@@ -467,9 +478,10 @@ def no_dropout(model) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "activation_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        for owner in (module, getattr(module, "config", None)):  # some layers read their config's at each forward
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)
 
 
 @dataclasses.dataclass
@@ -515,7 +527,7 @@ class Policy:
         limit = self.context - self.args.max_new
         if self.args.max_prompt:
             limit = min(limit, self.args.max_prompt)
-        return len(self.encode(prompt)) <= limit
+        return 0 < len(self.encode(prompt)) <= limit
 
     def sample(self, prompts: list[Prompt], n: int, temperature: float, *key) -> list[list[Rollout]]:
         """`n` rollouts of each prompt, see `rollout`."""
@@ -550,7 +562,7 @@ def stop_ids(model, tokenizer) -> list[int]:
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], tokenize=False)
             after = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
-            if after and after[0] in tokenizer.added_tokens_decoder:
+            if mark in text and after and after[0] in tokenizer.added_tokens_decoder:
                 found.add(after[0])
     return sorted(found - {None})
 
@@ -566,7 +578,9 @@ def load_policy(args, task: Task, say=print) -> Policy:
     tokenizer_path = path
     if (Path(path) / "adapter_config.json").is_file():  # an adapter folder: training goes on from it
         start = path
-        path = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
+        path = json.loads((Path(path) / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        if not path:
+            raise UserError(f"--model {start}: its adapter_config.json names no base model (base_model_name_or_path)")
         if not (Path(start) / "tokenizer_config.json").is_file():
             tokenizer_path = path
     tokenizer = load_tokenizer(tokenizer_path, args)
@@ -632,7 +646,7 @@ def group_std(group: Group, args) -> float | None:
 def is_constant(group: Group, args) -> bool:
     """No usable spread: nothing to learn from the comparison. (1e-8: equal floats may have a std of one ulp.)"""
     std = group_std(group, args)
-    return std is None or std <= 1e-8 or std < args.min_group_std
+    return std is None or (args.advantage != "baseline" and (std <= 1e-8 or std < args.min_group_std))
 
 
 def set_advantages(groups: list[Group], args, baseline: float | None) -> None:
@@ -706,7 +720,7 @@ def policy_loss(new: Tensor, old: Tensor, sampler: Tensor, advantage: Tensor, ma
         gap = (gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(gap)
     elif args.ratio == "sequence_sum":
         gap = gap.sum(-1, keepdim=True).expand_as(gap)
-    ratio = gap.exp()
+    ratio = gap.clamp(-20, 20).exp()  # an overflow would make the gradient of a clipped token 0 * inf = NaN
     high = 1 + (args.clip_high if args.clip_high >= 0 else args.clip)
     if args.cispo:
         loss = -ratio.detach().clamp(max=high) * a * new
@@ -765,9 +779,9 @@ def micro_loss(policy: Policy, batch: list[Row], args, temperature: float, sums:
     if entropy is not None:
         total = total - args.entropy_coef * (entropy * mask * weight).sum()
     high = 1 + (args.clip_high if args.clip_high >= 0 else args.clip)
-    up, seen = advantage[:, None] > 0, mask > 0
+    up, down, seen = advantage[:, None] > 0, advantage[:, None] < 0, mask > 0
     sums.add(tokens=mask.sum(), ratio=(ratio * mask).sum(), ratio_max=ratio[seen].max(), policy_loss=share.detach(),
-             loss=total.detach(), clip_low=((ratio < 1 - args.clip) & ~up & seen).sum(),
+             loss=total.detach(), clip_low=((ratio < 1 - args.clip) & down & seen).sum(),
              clip_high=((ratio > high) & up & seen).sum(), gap=((old.detach() - sampler).abs() * mask).sum())
     return total
 
@@ -1009,6 +1023,11 @@ def write_atomic(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
+def folder_exists(folder: Path) -> UserError:
+    return UserError(f"{folder} exists; go on with --resume {folder}, replace it with --overwrite (if it is a run), or "
+                     "give another --name")
+
+
 class Run:
     """The folder of a run and everything written to it but the checkpoints."""
 
@@ -1026,7 +1045,7 @@ class Run:
     def create(cls, args, task: Task, overwrite: bool) -> Run:
         """A new folder, made by an exclusive call: two runs that start at once never share one."""
         base = Path(args.out) / (args.name or f"{Path(args.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-        if args.name and overwrite and (base / "config.json").is_file():
+        if args.name and overwrite and (base / "metrics.csv").is_file():  # config.json is also in a model's folder
             shutil.rmtree(base)
         for number in itertools.count(1):
             folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
@@ -1034,12 +1053,11 @@ class Run:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 folder.mkdir()
                 break
-            except FileExistsError:
-                if args.name:
-                    raise UserError(f"{folder} exists; go on with --resume {folder}, replace it with --overwrite, or "
-                                    "give another --name") from None
             except OSError as error:
-                raise UserError(f"the run folder {folder} cannot be made: {error}") from error
+                if not (isinstance(error, FileExistsError) and folder.exists()):  # also where --out is a file
+                    raise UserError(f"the run folder {folder} cannot be made: {error}") from error
+                if args.name:
+                    raise folder_exists(folder) from None
         run = cls(folder, task, args)
         with run.csv_path.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerow(run.columns)
@@ -1048,6 +1066,7 @@ class Run:
     def log(self, row: dict[str, Any]) -> None:
         """One step's row: the fixed columns to metrics.csv (blank where missing), all of it to metrics.jsonl."""
         def cell(value: Any) -> Any:
+            value = value.item() if hasattr(value, "item") else value
             if value is None or (isinstance(value, float) and not math.isfinite(value)):
                 return ""
             return format(value, ".6g") if isinstance(value, float) else value
@@ -1078,13 +1097,15 @@ class Run:
         """Drop what was logged past a checkpoint that is resumed, and a torn last line: steps are never repeated."""
         for path in (self.jsonl_path, self.folder / "eval.jsonl"):
             kept = []
-            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-                with contextlib.suppress(ValueError):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+                with contextlib.suppress(ValueError, TypeError, KeyError):
                     if json.loads(line)["step"] <= step:
                         kept.append(line + "\n")
             write_atomic(path, "".join(kept).encode())
-        rows = [row for row in csv.reader(self.csv_path.read_text().splitlines()) if len(row) == len(self.columns)]
-        kept = [row for row in rows[1:] if row[0].isdigit() and int(row[0]) <= step]
+        whole = self.csv_path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
+        rows = list(csv.reader(whole.splitlines()))
+        self.columns = rows[0] if rows else self.columns  # those of the run, whatever the flags are now
+        kept = [row for row in rows[1:] if len(row) == len(self.columns) and row[0].isdigit() and int(row[0]) <= step]
         text = "".join(",".join(row) + "\n" for row in [self.columns, *kept])
         write_atomic(self.csv_path, text.encode())
         for path in (self.folder / "completions").glob("step_*.jsonl.gz"):
@@ -1102,7 +1123,7 @@ def describe_run(args, sources: dict[str, str]) -> dict:
     for name in ("torch", "transformers", "peft", "tokenizers", "numpy", "datasets", "math-verify", "bitsandbytes"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    in_git = git("rev-parse", "--show-toplevel") == str(ROOT)
+    in_git = bool(shutil.which("git")) and git("rev-parse", "--show-toplevel") == str(ROOT)
     return {"args": dataclasses.asdict(args), "sources": sources, "command": sys.argv, "versions": versions,
             "git": {"hash": git("rev-parse", "HEAD") if in_git else "", "diff": git("diff", "HEAD") if in_git else ""},
             "machine": platform.platform(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -1177,6 +1198,14 @@ def is_whole(folder: Path) -> bool:
 
 
 def newest_checkpoint(folder: Path, say) -> Path:
+    """The newest whole checkpoint; what a crash left half written goes, what it had moved aside comes back."""
+    for path in sorted((folder / "checkpoints").glob(".*")):
+        target = path.with_name(path.stem[1:])
+        if path.suffix == ".old" and not target.exists():
+            path.rename(target)
+        else:
+            say(f"{path} was never finished and is removed")
+            shutil.rmtree(path, ignore_errors=True)
     for path in checkpoints(folder):
         if is_whole(path):
             return path
@@ -1298,7 +1327,7 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
            "groups_dropped": sum(group_std(g, args) is None for g in sampled),
            "groups_used": sum(any(a != 0 and not math.isnan(a) for a in g.advantages) for g in batch),
            "advantage_mean": of(np.mean, advantages), "advantage_std": of(np.std, advantages)}
-    names = {name for _, s in pairs for name in s.parts}
+    names = sorted({name for _, s in pairs for name in s.parts})
     return row | {f"part_{name}": of(np.mean, [s.parts[name] for _, s in pairs if name in s.parts]) for name in names}
 
 
@@ -1325,7 +1354,7 @@ def advice(rows: list[dict], args) -> dict[str, str]:
         found["entropy"] = "entropy has collapsed; raise --temperature, --clip-high or --entropy-coef, or lower --lr"
     if last.get("kl") is not None and last["kl"] > 10:
         found["kl"] = f"the KL to the reference is {last['kl']:.1f} nats a token; lower --lr or raise --beta"
-    if last.get("filtered_mass", 0) > 0:
+    if last.get("filtered_mass", 0) > 0 and (args.top_p < 1 or args.top_k):  # else it is rounding
         found["filter"] = (f"--top-p / --top-k cut {last['filtered_mass']:.1%} of the probability from the sampler; "
                            "the trained ratio is the unfiltered policy's, so the gradient is off by about that")
     if len(rows) >= 20:
@@ -1383,20 +1412,31 @@ def main(argv: list[str] | None = None) -> int:
     began, say, resumed = time.time(), Console(), None
     resume_from = next((Path(argv[i + 1]) for i, word in enumerate(argv[:-1]) if word == "--resume"), None)
     resume_from = next((Path(word[9:]) for word in argv if word.startswith("--resume=")), resume_from)
-    args, sources, command = resolve_args(argv, read_run_config(resume_from) if resume_from else None)
+    base = read_run_config(resume_from) if resume_from else {}
+    args, sources, command = resolve_args(argv, base)
+    for key in FIXED & base.keys():
+        if json.dumps(getattr(args, key)) != json.dumps(base[key]):
+            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: the run began with {base[key]}, and a "
+                            "resume cannot change it")
     if command.list_presets:
         return list_presets()
     if command.print_config:
         for key, value in dataclasses.asdict(args).items():
             print(f"{key} = {value!r}  # {sources[key]}")
         return 0
+    if command.dry_run and resume_from:
+        raise UserError("--dry-run makes one step of a new run; leave out --resume")
     if command.dry_run:
         scratch = tempfile.TemporaryDirectory(prefix="dry-run-")
         args = dataclasses.replace(args, out=scratch.name, name="dry", steps=1, prompts=min(2, args.prompts),
                                    minibatches=1, max_new=min(8, args.max_new), overlong="keep", eval_size=2, eval_k=0)
 
+    if args.name and not resume_from and not command.overwrite and (Path(args.out) / args.name).exists():
+        raise folder_exists(Path(args.out) / args.name)  # now, not after the model is loaded
+
     # 0. task, policy, optimizer, run folder
-    torch.use_deterministic_algorithms(args.deterministic)
+    if args.deterministic:  # even switching it off imports half of PyTorch: three seconds
+        torch.use_deterministic_algorithms(True)
     task = load_task(args.task)(args)
     for note in task.notes:
         say(note)
@@ -1426,7 +1466,7 @@ def main(argv: list[str] | None = None) -> int:
     status, code, whole = "done", 0, True
     say.bar = tqdm(total=args.steps, initial=state["step"], disable=None, leave=False)
     try:
-        if args.eval and not args.skip_initial_eval and not evals:
+        if args.eval and not args.skip_initial_eval and not evals and state["step"] == 0:
             metrics, records = run_evaluation(policy, task, args, 0)
             run.log_eval(0, metrics, records)
             evals.append({"step": 0, **metrics})
@@ -1541,7 +1581,7 @@ def run_command(command) -> typing.NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", *str(error).splitlines(), file=sys.stderr)
         sys.exit(2)
     except TrainingFailed as error:
         print(f"failed: {error}", file=sys.stderr)

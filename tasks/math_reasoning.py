@@ -7,6 +7,7 @@ model learns the arithmetic, and GRPO has to find out that finishing the work pa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections import Counter
@@ -264,26 +265,33 @@ def same_question(prompt: Prompt) -> str:
 
 # ---- word problems
 MAX_PROBLEMS = {"train": 4000, "heldout": 1000}
-NAMES = ("Tom", "Mia", "Sam", "Ana", "Ben", "Eva", "Leo", "Zoe")
-ITEMS = ("pens", "cups", "eggs", "hats", "keys", "nuts", "toys", "figs")
+NAMES = ("Tom", "Mia", "Sam", "Ana", "Ben", "Eva")
+ITEMS = ("pens", "cups", "eggs", "hats", "keys", "nuts")
 VERBS = {"+": ("buys {} more", "finds {} more", "gets {} more"), "-": ("gives away {}", "loses {}", "sells {}")}
 Steps = list[tuple[int, str, int, int]]  # (left, operator, right, result), each left the result before it
 
 
-def expressions(operations: int, part: str) -> list[Steps]:
-    """All a ± b (± c) with operands 1 to 7 and no negative result that belong to `part`, 'train' or 'heldout'.
+@functools.cache
+def split_expressions() -> dict[str, dict[int, list[Steps]]]:
+    """All a ± b (± c) with operands 1 to 7 and no negative result, as part -> number of steps -> expressions.
 
-    The split is by expression and the same in every run: whatever its wording, no held-out one is trained on.
+    The split, about 15 % held out, is by expression and the same in every run: whatever its wording, no held-out one is
+    trained on. Each single sum of a held-out expression still occurs in two training ones: what is held out is the
+    problem, not the arithmetic.
     """
-    every = []
-    for operands in itertools.product(range(1, 8), repeat=operations + 1):
-        for operators in itertools.product("+-", repeat=operations):
-            steps = work_out(operands, operators)
-            if all(step[3] >= 0 for step in steps):
-                every.append(steps)
-    order = rng_of(0, "word problems", operations).permutation(len(every)).tolist()
-    held = round(0.15 * len(every))
-    return [every[i] for i in (order[:held] if part == "heldout" else order[held:])]
+    every = [work_out(operands, operators) for count in (1, 2)
+             for operands in itertools.product(range(1, 8), repeat=count + 1)
+             for operators in itertools.product("+-", repeat=count)]
+    every = [steps for steps in every if all(step[3] >= 0 for step in steps)]
+    left = Counter(step for steps in every for step in steps)  # how often a sum occurs in training
+    split: dict[str, dict[int, list[Steps]]] = {"train": {1: [], 2: []}, "heldout": {1: [], 2: []}}
+    goal = {count: round(0.15 * sum(len(steps) == count for steps in every)) for count in (1, 2)}
+    for i in rng_of(0, "word problems").permutation(len(every)):
+        steps = every[i]
+        held = len(split["heldout"][len(steps)]) < goal[len(steps)] and all(left[step] > 2 for step in steps)
+        split["heldout" if held else "train"][len(steps)].append(steps)
+        left.subtract(steps if held else [])
+    return split
 
 
 def work_out(operands, operators) -> Steps:
@@ -300,7 +308,7 @@ def word_problems(part: str, count: int) -> Iterator[tuple[str, Steps]]:
 
     A smaller `count` gives the beginning of a larger one, in every run.
     """
-    pools = {operations: expressions(operations, part) for operations in (1, 2)}
+    pools = split_expressions()[part]
     rng, seen = rng_of(0, "wordings", part), set()
     while len(seen) < count:
         pool = pools[1 if len(seen) % 5 == 4 else 2]

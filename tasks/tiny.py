@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import json
 import math
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 
 from data import Task, UserError, rng_of, seed_of
 
@@ -27,15 +28,16 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 192, "tie_word_embeddings": True, "initializer_range": 0.06,
         "max_position_embeddings": 512}
-WARM = {"steps": 550, "batch": 32, "lr": 6e-3, "betas": (0.9, 0.98), "vocab": 360}  # lr: cosine to 10 %
+WARM = {"steps": 1000, "batch": 16, "lr": 6e-3, "betas": (0.9, 0.98), "vocab": 384}  # lr: cosine to 0
 
 
 def tiny_tokenizer(texts: list[str]):
-    """Byte-level BPE over `texts`; a whole number is one pre-token, so digits never merge with what is around them."""
+    """Byte-level BPE over `texts`. A whole number is one pre-token, so digits never merge with what is around them; the
+    space before a number belongs to the word before it, which keeps sequences short."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     raw = Tokenizer(models.BPE())
-    pieces = pre_tokenizers.Split(Regex(r"\d+| ?[^\s\d]+|\s+"), behavior="isolated")
+    pieces = pre_tokenizers.Split(Regex(r"\d+| ?[^\s\d]+(?: (?=\d))?|\s+"), behavior="isolated")
     raw.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(False, use_regex=False)])
     raw.decoder = decoders.ByteLevel()
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -55,7 +57,7 @@ def warm_start(task: Task, say) -> tuple[Any, Any]:
     prompts = task.demonstration_prompts()
     dialogues = [([{"role": "user", "content": p.messages}] if isinstance(p.messages, str) else p.messages, answer)
                  for p, answer in zip(prompts, task.demonstrations(prompts), strict=True)]
-    tokenizer = tiny_tokenizer([m["content"] for head, tail in dialogues for m in head + tail])
+    tokenizer = tiny_tokenizer([m[key] for head, tail in dialogues for m in head + tail for key in ("role", "content")])
     examples = [supervised_ids(tokenizer, head, tail) for head, tail in dialogues]
     torch.manual_seed(seed_of(0, "tiny"))
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
@@ -63,22 +65,32 @@ def warm_start(task: Task, say) -> tuple[Any, Any]:
         bos_token_id=None, **TINY))
     model.generation_config = transformers.GenerationConfig(
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM["lr"], betas=WARM["betas"], weight_decay=0.0)
-    rng, steps = rng_of(0, "tiny-batches"), WARM["steps"]
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = WARM["lr"] * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-        batch = [examples[i] for i in rng.integers(len(examples), size=WARM["batch"])]
-        width = max(len(ids) for ids, _ in batch)
-        ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in batch])
-        labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in batch])
-        loss = model(input_ids=ids, labels=labels).loss  # right padding: causal attention never looks at it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM["lr"], betas=WARM["betas"], weight_decay=0.0, fused=True)
+    batches = length_batches([len(ids) for ids, _ in examples])
+    for step in range(WARM["steps"]):
+        optimizer.param_groups[0]["lr"] = WARM["lr"] * 0.5 * (1 + math.cos(math.pi * step / WARM["steps"]))
+        ids, labels = zip(*(examples[i] for i in next(batches)), strict=True)
+        ids = pad_sequence([torch.tensor(x) for x in ids], batch_first=True, padding_value=tokenizer.pad_token_id)
+        labels = pad_sequence([torch.tensor(x) for x in labels], batch_first=True, padding_value=-100)[:, 1:]
+        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]  # right padding: causal attention never sees it
+        spoken = labels != -100
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[spoken]), labels[spoken])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % 110 == 0:
-            say(f"  warm start {step + 1}/{steps}, loss {loss.item():.3f}")
+        if (step + 1) % 200 == 0:
+            say(f"  warm start {step + 1}/{WARM['steps']}, loss {loss.item():.3f}")
     return model.eval(), tokenizer
+
+
+def length_batches(lengths: list[int]) -> Iterator[list[int]]:
+    """Endless batches of indices, each of about one length: eight batches are drawn, sorted, and dealt in any order."""
+    rng, size = rng_of(0, "tiny-batches"), WARM["batch"]
+    while True:
+        drawn = sorted(rng.integers(len(lengths), size=8 * size).tolist(), key=lambda i: lengths[i])
+        for part in rng.permutation(8):
+            yield drawn[part * size : (part + 1) * size]
 
 
 def supervised_ids(tokenizer, head: list[dict], tail: list[dict]) -> tuple[list[int], list[int]]:
@@ -103,12 +115,16 @@ def tiny_model(task: Task, args, say) -> Path:
     Two runs that start at once may both build it; the first rename wins and the copies are the same.
     """
     prompts = task.demonstration_prompts()
-    recipe = [TINY, WARM, CHATML, torch.__version__, transformers.__version__, inspect.getsource(warm_start),
+    recipe = [TINY, WARM, CHATML, torch.__version__, transformers.__version__, Path(__file__).read_text(),
               [[p.messages, answer] for p, answer in zip(prompts, task.demonstrations(prompts), strict=True)]]
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_grpo"
     folder = home / f"tiny-{key}"
-    if args.cache and (folder / "config.json").is_file():
+
+    def usable() -> bool:  # a cache folder may be cleaned file by file
+        return args.cache and all((folder / f).is_file() for f in ("config.json", "model.safetensors", "tokenizer.json"))
+
+    if usable():
         return folder
     say(f"building the tiny model: warm start on {len(prompts)} demonstrations (about half a minute)")
     try:
@@ -120,7 +136,7 @@ def tiny_model(task: Task, args, say) -> Path:
         model, tokenizer = warm_start(task, say)
         model.save_pretrained(build)
         tokenizer.save_pretrained(build)
-        if not args.cache and folder.exists():
+        if folder.exists() and not usable():
             shutil.rmtree(folder)
         with contextlib.suppress(OSError):  # another run was first: its copy is the same
             build.rename(folder)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import functools
+import gzip
+import json
 import os
+import signal
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -17,9 +23,12 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import torch
 import transformers
 
+import plot_run
 import train_grpo
-from data import Prompt, Rollout, Task
+from data import Group, Prompt, Rollout, Score, Task
 
+train_grpo.comments = functools.cache(train_grpo.comments)  # pure, and most of the time that resolving flags takes
+train_grpo.args_class = functools.cache(train_grpo.args_class)
 torch.set_num_threads(1)  # several small models: a second thread waits more than it works
 
 
@@ -92,3 +101,149 @@ def hand_rollout(prompt_ids, completion_ids, *, mask=None, logp=None, stop="stop
 
 def with_flags(args, **values):
     return dataclasses.replace(args, **values)
+
+
+WORDS_TASK = '''
+from data import Prompt, Sampler, Score, Task
+
+
+class Words(Task):
+    """Plain-text prompts of words; the reward is the share of even words, and a little for a large first one."""
+
+    parts = ("even", "first")
+    columns = ("seen",)
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.sampler, self.seen = Sampler(12, args.seed, alpha=0), 0
+
+    def prompts(self, n):
+        return [Prompt(f"w{3 + i} w{4 + i % 5}") for i in self.sampler.draw(n)]
+
+    def heldout(self):
+        return [Prompt(f"w{20 + i} w5 w7") for i in range(4)]
+
+    def score(self, rollouts):
+        scores = []
+        for row in rollouts:
+            words = [int(word[1:]) for word in row.text.split() if word[1:].isdigit()]
+            even = sum(word % 2 == 0 for word in words) / max(1, len(words))
+            parts = {"even": even, "first": 0.1 * bool(words and words[0] > 16)}
+            scores.append(Score(sum(parts.values()), parts, {"correct": even > 0.5}))
+        return scores
+
+    def observe(self, groups):
+        self.seen += len(groups)
+        return {"seen": self.seen}
+
+    def state_dict(self):
+        return {"sampler": self.sampler.state_dict(), "seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.sampler.load_state_dict(state["sampler"])
+        self.seen = state["seen"]
+'''
+CHAT = ("{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}<end> {% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}w3{% endif %}")
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory):
+    """A random model on disk, a task whose rewards differ within its groups, and flags for a short run of both."""
+    folder = tmp_path_factory.mktemp("words")
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = CHAT
+    random_model().save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "words.py").write_text(WORDS_TASK)
+    model = ["--model", str(folder / "model"), "--adapter", "none", "--beta", "0", "--lr", "1e-3", "--prompts", "2",
+             "--group", "4", "--max-new", "5", "--overlong", "keep", "--steps", "2"]
+    return types.SimpleNamespace(folder=folder, model=model, file=folder / "words.py",
+                                 flags=["--task", f"{folder / 'words.py'}:Words", *model])
+
+
+PLOT_RUN = plot_run.plot_run
+
+
+@dataclasses.dataclass
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs the command line within this process, without pictures."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def run(*argv) -> Ended:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
+            if plot_run.plot_run is PLOT_RUN:  # unless a test has put something else there
+                patch.setattr(plot_run, "plot_run", lambda folder: [])
+            train_grpo.run_command(lambda: train_grpo.main([str(word) for word in argv]))
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    yield run
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def read_csv(folder) -> list[dict[str, str]]:
+    with (Path(folder) / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_jsonl(path) -> list[dict]:
+    """The records of a file in which every line is strict JSON."""
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    path = Path(path)
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    assert text.endswith("\n") or not text
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+class Bigram(torch.nn.Module):
+    """A language model whose logits are one row of a table: its probabilities can be worked out by hand."""
+
+    def __init__(self, table, dtype=torch.float64):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.tensor(table, dtype=dtype))
+        self.config = types.SimpleNamespace(max_position_embeddings=64)
+        self.config.get_text_config = lambda: self.config
+        self.generation_config = types.SimpleNamespace(eos_token_id=1)
+        self.calls = []
+
+    def forward(self, input_ids, attention_mask=None, use_cache=False, logits_to_keep=0):
+        self.calls.append(tuple(input_ids.shape))
+        return types.SimpleNamespace(logits=self.table[input_ids])
+
+
+def bigram_policy(table, *flags: str, reference=None):
+    """A Policy around a Bigram, in float64; `reference` is the table of a frozen one."""
+    args = make_args(*flags)
+    model = Bigram(table)
+    frozen = Bigram(reference).requires_grad_(False) if reference is not None else None
+    return train_grpo.Policy(args, WordTask(args), model, model, word_tokenizer(), torch.device("cpu"), frozen)
+
+
+def new_state(args, **values) -> dict:
+    """The part of the loop's state that an update reads and writes."""
+    return {"micro_tokens": args.micro_tokens, "bad_in_a_row": 0} | values
+
+
+def grads_of(model) -> dict:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def scored(rollouts, rewards):
+    """A group of these rollouts with these rewards, None where unscorable."""
+    return Group(rollouts[0].prompt, list(rollouts), [Score(r, {"even": r} if r is not None else {}) for r in rewards])

@@ -12,7 +12,7 @@ from test_task_contract import core_args, rollout
 from data import Group, UserError
 from rewards import equivalent, final_answer
 from tasks import math_reasoning
-from tasks.math_reasoning import MathTask, demonstration, expressions, question_and_gold, word_problems
+from tasks.math_reasoning import MathTask, demonstration, question_and_gold, split_expressions, word_problems
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -159,8 +159,13 @@ def test_word_problems_split_by_expression():
     assert len({question for question, _ in train + held}) == 2500
     assert Counter(len(steps) for _, steps in train) == {2: 1600, 1: 400}
     for operations in (1, 2):
-        sizes = [len(expressions(operations, part)) for part in ("train", "heldout")]
+        sizes = [len(split_expressions()[part][operations]) for part in ("train", "heldout")]
         assert 0.1 < sizes[1] / sum(sizes) < 0.2
+
+
+def test_every_sum_of_a_heldout_expression_occurs_in_two_training_ones():
+    seen = Counter(step for group in split_expressions()["train"].values() for steps in group for step in steps)
+    assert all(seen[step] >= 2 for group in split_expressions()["heldout"].values() for steps in group for step in steps)
 
 
 def test_word_problem_golds_follow_from_their_text():

@@ -91,8 +91,8 @@ def test_load_reward(user_file):
         ("my_rewards.py", "not of the form"),
         ("{}:", "not of the form"),
         ("nowhere.py:f", "no file nowhere.py"),
-        ("{}:shirt", "has no shirt, it has later, short"),
-        ("{}:limit", "must be a function"),
+        ("{}:shirt", "has no function shirt, it has later, short"),
+        ("{}:limit", "has no function limit"),
         ("{}:short=big", "finite number"),
         ("{}:short=nan", "finite number"),
         ("{}:short=", "finite number"),
@@ -178,5 +178,5 @@ def test_a_wrong_result_names_the_function_and_what_it_returned(result, message)
 
 
 def test_a_missing_column_is_named():
-    with pytest.raises(ValueError, match="asks for 'gold', but the data has only answer"):
+    with pytest.raises(ValueError, match="asks for 'gold', not among answer"):
         call_reward(lambda completions, gold: [0, 0], **DATA)
