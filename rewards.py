@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 TAIL, LONGEST, BRACKETS = 30_000, 512, 60  # characters read of a completion and of an answer, brackets of an answer
-DEADLINE, MEMORY = 0.7, 1 << 30  # seconds for a pair and bytes of address space that math-verify has
+DEADLINE, MEMORY = 0.7, 1 << 29  # seconds for a pair and bytes of address space that math-verify has
 REL_TOL = Fraction(1, 10**9)  # nobody writes ten digits by accident
 
 # Finding the answer in a completion. Every pattern is linear: no repeat inside a repeat without a separator between.
@@ -51,9 +51,8 @@ NUMBER = re.compile(
 
 
 def final_answer(text: str, strict: bool = False) -> str | None:
-    """The answer a completion ends on, as written: the last `Final Answer:` line, else the last box (boxes with only
-    commas, spaces or "and" between them are one list). `strict` stops there; else the last `#### x`, the last "answer
-    is x", the text itself if it is mathematics, or the last value of the prose; None where there is nothing."""
+    """The answer a completion ends on, as written: the last `Final Answer:` line, else the last box or list of boxes.
+    If not `strict`, else the last `#### x` or "answer is x", all of a mathematical text, or the last value in prose."""
     text = text[-TAIL:]
     for line in reversed(list(FINAL_LINE.finditer(text))[-20:]):
         # under a bare heading the answer is on the next line
@@ -101,6 +100,7 @@ COMMANDS = {name: sign for sign, names in {
 }.items() for name in names.split()}
 SIGNS = {"**": "^", "<=": "≤", ">=": "≥", "!=": "≠", "==": "=", "\\{": "⦃", "\\}": "⦄", "\\%": "%", "{,}": ",",
          "²": "^2", "³": "^3", "√": "\\sqrt ", "½": " 1/2", "¼": " 1/4", "¾": " 3/4"}
+SIGN = re.compile(r"(?<!\\)(?:" + "|".join(map(re.escape, SIGNS)) + ")")
 STYLE = r"\\(?:text(?:bf|it|rm|normal)?|mbox|hbox|math(?:rm|bf|it|sf)|operatorname)\s*\{"  # behind a value: its unit
 WORD = (r"(?:(?!sqrt|frac|sinh?\b|cosh?\b|tanh?\b|theta\b|alpha\b|beta\b)[a-z]{4,}|[ckm]m|[km]?g|ft|in|lbs?|oz|mph|hrs?"
         r"|min|secs?|[ap]\.?m\b\.?|of|per|sq|the|all|cup|men|day|ml|usd|km/h|m/s|m|s)")
@@ -113,8 +113,7 @@ def _clean(s: str) -> str:
     s = re.sub(r"\\+\$", "", s).translate(CHARACTERS).strip()
     s = s.replace("\\\\", "¦" if "\\begin" in s else "\\")  # a JSON escape too many
     s = re.sub(r"\b[pb]?matrix|array\}\{[lcr|]*", "pmatrix", re.sub(r"\\[!,]\s*", "", s))
-    s = re.sub(r"(?<!\\)(?:" + "|".join(map(re.escape, SIGNS)) + ")", lambda m: SIGNS[m[0]], s)
-    s = re.sub(r"\\[;: ()\[\]]|~", " ", s)
+    s = re.sub(r"\\[;: ()\[\]]|~", " ", SIGN.sub(lambda m: SIGNS[m[0]], s))
     s = re.sub(rf"(?<=[\d)}}°])\s*{STYLE}(?!\s*(?:and|or|,|percent|%)\s*}})[^{{}}]*}}(?: *\^\s*\{{?[23]\}}?)?", "", s)
     s = re.sub(r"\\mathbb\s*\{?\s*R\s*\}?", "(-∞,∞)", re.sub(STYLE + r"([^{}]*)\}", r" \1 ", s))
     s = re.sub(r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0]), s)
@@ -149,7 +148,7 @@ def _exact(s: str) -> tuple[Fraction, bool] | None:
 def _split(s: str, marks: str) -> list[str]:
     """Parts of `s` between marks that stand outside all brackets."""
     depths = accumulate((c in "([{⦃") - (c in ")]}⦄") for c in s)
-    cuts = [i for i, depth in enumerate(depths) if depth == 0 and s[i] in marks]
+    cuts = [i for i, depth in enumerate(depths) if s[i] in marks and depth == 0]
     return [s[a + 1:b] for a, b in zip([-1, *cuts], [*cuts, len(s)], strict=True)]
 
 
@@ -177,10 +176,9 @@ def _shape(s: str) -> tuple[str, list, str]:
 
 def _unnamed(s: str) -> str:
     """The value of `x=5`, `5=x` or `2+3=5`, all else as it is."""
-    sides = _split(s, "=")
-    if len(sides) < 2 or len(_split(s, ",;∪<>≤≥≠")) > 1:
-        return s
-    return sides[-1] if NAME.fullmatch(sides[0]) else sides[0] if NAME.fullmatch(sides[-1]) else s
+    sides, several = _split(s, "="), len(_split(s, ",;∪<>≤≥≠")) > 1
+    named = [not several and NAME.fullmatch(x) for x in (sides[0], sides[-1])]
+    return sides[-1] if named[0] else sides[0] if named[1] else s
 
 
 def _same(a: str, g: str) -> bool:
@@ -243,11 +241,12 @@ def _latex(s: str) -> str | None:
         name, index = m[1] or m[2] or "", (m[3] or "").strip("{}")
         if name in FUNCTIONS:
             return f"\\{name}_{{{index}}} " if index else f"\\{name} "
-        # math-verify folds case and reads dx, f(x) and Γ in ways of its own: other letters go under a number
+        # math-verify folds case and reads dx and Γ in ways of its own: other letters go under a number
         return TEX.get(name + index, f" x_{{{int.from_bytes((name + index).encode())}}} ") if name else "\0"
 
     s = re.sub(r"(\^|\\?sqrt)\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)", r"\1{\2}", s)
     s = re.sub(r"(\^|\\?sqrt) ?(-?(?:\d+(?:\.\d+)?|[A-Za-zπ](?![A-Za-z])))", r"\1{\2}", s)
+    s = re.sub(r"(?<!_\d)(?<=[\d)])\(", "*(", s)  # math-verify adds 2(3)
     s = re.sub(r"\\sqrt\[(\d*[13579])\]\{-(\d+)\}", r"(-\\sqrt[\1]{\2})", s)  # the real root
     if REFUSED.search(s) or any(s.count(a) != s.count(b) for a, b in ("()", "[]", "{}")):
         return None
@@ -273,7 +272,6 @@ def _ask(answer: str, gold: str) -> bool:
                 worker = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                           stderr=subprocess.DEVNULL, start_new_session=True)
                 if worker.stdout.readline() != b"ready\n":
-                    worker.wait()
                     raise RuntimeError("answers are compared by math-verify: pip install math-verify==0.9.0")
             try:
                 worker.stdin.write(json.dumps([answer, gold]).encode() + b"\n")
@@ -318,7 +316,9 @@ def _verdict(answer: str, gold: str) -> bool:
     """Whether both have one value at two points and math-verify finds them equal: it alone takes 2^-98 for 2^-99, and
     any two equations that it cannot solve for the same, so equations are equal where they have one quotient."""
     from math_verify import parser, verify
-    from sympy import Eq, Expr, Rational
+    from sympy import Eq, Expr, Float, Integer, Rational, Symbol
+    from sympy.parsing import sympy_parser  # which would evaluate the digits it is given
+    sympy_parser.parse_expr = lambda x, **_: (Symbol if x.isidentifier() else Float if "." in x else Integer)(x)
     config = parser.LatexExtractionConfig(normalization_config=parser.NormalizationConfig(False, boxed="none"))
     (a,), (g,) = (parser.parse(f"${x}$", [config], "no_fallback", parsing_timeout=None) for x in (answer, gold))
     equations = isinstance(a, Eq) and isinstance(g, Eq)
@@ -447,4 +447,4 @@ def call_reward(fn: Callable, prompts: list, completions: list, completion_ids: 
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--answer-worker"]:
-    _answer_worker(sys.argv[2:])
+    os._exit(_answer_worker(sys.argv[2:]) or 0)  # taking SymPy down takes a second

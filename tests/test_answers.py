@@ -4,8 +4,11 @@ import json
 import os
 import random
 import re
+import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -528,8 +531,205 @@ def test_eight_threads_at_once_agree_with_the_main_thread():
             assert found == expected
 
 
+WORKER_HOSTILE = [
+    "(10^9)!",
+    "9^{9^{9}}",
+    r"2^{2^{2^{2^{2^{2}}}}}",
+    "(1+x)^{99999}",
+    "(" * 3000 + "1" + ")" * 3000,
+    "9" * 100_000,
+]
+
+
+def session(leader):
+    """Processes of the worker's session, zombies too."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize("tex", WORKER_HOSTILE, ids=[x[:18] for x in WORKER_HOSTILE])
+def test_a_hostile_expression_behind_the_screen_costs_under_a_second(tex):
+    assert rewards._ask(r"2\sqrt {2}", r"\sqrt {8}")
+    leader = rewards._worker.pid
+    start = time.perf_counter()
+    assert not rewards._ask(tex, "5") and rewards._ask(r"2\sqrt {2}", r"\sqrt {8}")
+    assert time.perf_counter() - start < 1
+    assert rewards._worker.pid == leader and len(session(leader)) == 2
+
+
+@pytest.mark.parametrize("text", HOSTILE[:28], ids=[repr(x[:18]) for x in HOSTILE[:28]])
+def test_the_screen_keeps_hostile_text_from_math_verify(text):
+    assert rewards._latex(rewards._clean(text)) is None
+
+
+@pytest.mark.parametrize("victim", ["both", "child"])
+def test_a_worker_killed_from_outside_is_replaced(victim):
+    assert rewards._ask(r"2\sqrt {2}", r"\sqrt {8}")
+    leader = rewards._worker.pid
+    for pid in session(leader):
+        if victim == "both" or pid != leader:
+            os.kill(pid, signal.SIGKILL)
+    assert rewards._ask(r"2\sqrt {3}", r"\sqrt {12}") and not rewards._ask(r"2\sqrt {3}", r"\sqrt {8}")
+    assert wait_until(lambda: not session(leader))
+
+
+def test_a_late_reply_does_not_answer_the_next_question():
+    assert rewards._ask(r"2\sqrt {2}", r"\sqrt {8}")
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(20):
+            rewards._ask("9^{9^{9}}", "5")
+    timer.join()
+    assert rewards._ask(r"2\sqrt {5}", r"\sqrt {20}")
+
+
+LIFE = """
+import os, resource, signal, sys, threading, time
+import rewards
+
+def honest(n=2):
+    root = rf"{n}\\sqrt {{2}}"
+    return rewards._ask(root, rf"\\sqrt {{{2 * n * n}}}") and not rewards._ask(root, "3 x ")
+
+def in_threads(count, work):
+    said = []
+    threads = [threading.Thread(target=lambda k=k: said.append(work(k + 2))) for k in range(count)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    return said
+
+assert in_threads(1, honest) == [True]  # first from a thread that is not the main one
+leader = rewards._worker.pid
+signal.signal(signal.SIGINT, lambda *_: None)
+os.killpg(0, signal.SIGINT)
+assert honest(9) and rewards._worker.pid == leader
+if sys.argv[1] == "exit":
+    assert in_threads(8, honest) == [True] * 8
+    if not (child := os.fork()):
+        os._exit(0 if honest() and rewards._worker.pid != leader else 1)
+    assert os.waitpid(child, 0)[1] == 0 and honest(11) and rewards._worker.pid == leader
+    assert not rewards._ask("9^{9^{9}}", "5")
+print(leader, flush=True)
+if sys.argv[1] == "exit":
+    sys.exit()
+threading.Thread(target=lambda: [rewards._ask("9^{9^{9}}", "5") for _ in range(9)]).start()
+time.sleep(0.2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_the_worker_serves_threads_and_forks_survives_ctrl_c_and_ends_with_its_parent(end):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    out = subprocess.run(
+        [sys.executable, "-c", LIFE, end],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        timeout=90,
+        start_new_session=True,
+    )
+    assert out.returncode == (0 if end == "exit" else -signal.SIGKILL)
+    assert wait_until(lambda: not session(int(out.stdout)), 5)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, 700_000)
+
+
+def test_math_verify_that_is_not_installed_is_one_clear_error(monkeypatch):
+    if sys._base_executable == sys.executable:
+        pytest.skip("needs a virtual environment")
+    monkeypatch.setattr(sys, "executable", sys._base_executable)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if "site-packages" not in p])
+    monkeypatch.setattr(rewards, "_worker", None)
+    with pytest.raises(RuntimeError, match="pip install math-verify"):
+        equivalent(r"5\sqrt{2}", r"\sqrt{51}")
+    assert equivalent("1/2", "0.5")
+
+
+NOTHING_RUNS = r"""
+import builtins, os, subprocess, sys
+import rewards
+pairs = [(r"\frac {1}{ x }+\frac {1}{ y }", r"\frac { x + y }{ x  y }"), (r"2\sqrt {2}", r"\sqrt {8}"),
+         ("2 x =4", " x =2"), (r"\sin (30*\pi /180)", "0.5"), (r"\log _{2} 8", "3"), ("| x |", " x "),
+         (" x <3", "3> x "), ("( x +1)^{2}", " x ^{2}+2 x +1")]
+for pair in pairs:
+    rewards._verdict(*pair)  # what is imported late is imported now
+from sympy.core.cache import clear_cache
+clear_cache()
+
+def refuse(name):
+    def reached(*args, **_):
+        print("reached", name, args)
+        os._exit(1)
+    return reached
+
+for module, names in ((builtins, ["eval", "exec", "open", "compile"]), (os, ["system", "popen", "fork"]),
+                      (subprocess, ["Popen"])):
+    for name in names:
+        setattr(module, name, refuse(name))
+for pair in [*pairs, ("( a +2)^{2}", " a ^{2}+4 a +4"), *[(x, "5") for x in CODE]]:
+    try:
+        rewards._verdict(*pair)
+    except Exception:
+        pass
+os._exit(0)
+"""
+
+
+def test_neither_the_screen_nor_the_worker_evaluates_code(tmp_path):
+    script = NOTHING_RUNS.replace("CODE", repr([*CODE, "x.__class__", r"\operatorname{exec}(1)"]))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script]
+    out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90)
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert not list(tmp_path.iterdir())
+    assert all(rewards._latex(rewards._clean(code)) is None for code in CODE)
+
+
+@pytest.mark.parametrize(
+    "answer, gold, same",
+    [
+        ("(1+i)^2", "2i", True),
+        (r"\frac{\pi}{2^{99}}", r"\frac{\pi}{2^{98}}", False),
+        ("x^2+y^2=-1", "x^2+y^2=-2", False),
+        ("-2x=4", "x=-2", True),
+        ("x=x", "x=4", False),
+        ("2(3)", "5", False),
+        ("2(3)(x)", "6x", True),
+        (r"\log_2(8)", "3", True),
+        ("2h", "2", False),
+        ("R^2", "r^2", False),
+        ("sqrt(2(3))", r"\sqrt6", True),
+        ("10^{-12}", "2*10^{-12}", False),
+        (r"\infty", r"-\infty", False),
+        ("2^{10}", "1025", False),
+        ("a_1+a_2", "a_2+a_1", True),
+        ("a_1", "a_2", False),
+        ("x^(1/3)", r"\sqrt[3]{x}", True),
+        ("0.5x", "x/2", True),
+        (r"\left(\frac12,\infty\right)", "x>1/2", True),
+        ("1.4142135624", r"\sqrt{2}", True),
+        ("1.414214", r"\sqrt{2}", False),
+    ],
+)
+def test_what_math_verify_alone_gets_wrong_or_reads_otherwise(answer, gold, same):
+    assert equivalent(answer, gold) == same
+
+
 @given(st.text(max_size=300))
-@settings(max_examples=200, deadline=1000)
+@settings(max_examples=150, deadline=1000)
 def test_any_text_equals_itself_and_never_raises(text):
     assert equivalent(text, text) or not equivalent(text, text)
     assert final_answer(text) is None or isinstance(final_answer(text), str)
@@ -546,7 +746,7 @@ TOKENS = (
 
 @given(st.lists(st.sampled_from(TOKENS), max_size=60), st.sampled_from(["", " "]))
 @example([r"\frac", "{", "1", "}"], "")
-@settings(max_examples=400, deadline=1000)
+@settings(max_examples=250, deadline=1000)
 def test_any_mathematical_tokens_never_raise_and_are_quick(tokens, glue):
     text = glue.join(tokens)
     (
@@ -561,7 +761,7 @@ def test_any_mathematical_tokens_never_raise_and_are_quick(tokens, glue):
 
 
 @given(st.integers(-(10**15), 10**15), st.integers(1, 10**6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_spelling_of_an_integer_is_equal_and_a_neighbour_is_not(n, step):
     spellings = [
         f"{n}",
@@ -589,7 +789,7 @@ def test_every_spelling_of_an_integer_is_equal_and_a_neighbour_is_not(n, step):
 
 
 @given(st.fractions(max_denominator=10**6), st.fractions(max_denominator=10**6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_fractions_are_equal_exactly_when_their_values_are(p, q):
     tex = f"\\frac{{{p.numerator}}}{{{p.denominator}}}"
     assert judged(tex, f"{p.numerator}/{p.denominator}")
@@ -639,7 +839,7 @@ def test_math_golds_of_other_problems_do_not_match():
     golds = math500()
     alike = {
         (a, golds[(i + k) % 500])
-        for k in (1, 7, 101, 233)
+        for k in (1, 101)
         for i, a in enumerate(golds)
         if a != golds[(i + k) % 500] and equivalent(a, golds[(i + k) % 500])
     }

@@ -104,6 +104,14 @@ def test_a_wrong_reward_flag_is_one_sentence(user_file, spec, message):
     assert "\n" not in str(error.value)
 
 
+def test_two_functions_of_a_file_share_its_state(tmp_path):
+    file = tmp_path / "shared.py"
+    file.write_text("seen = []\ndef put(**k):\n    seen.append(1)\ndef count(**k):\n    return len(seen)\n")
+    put, count = (load_reward(f"{file}:{name}")[2] for name in ("put", "count"))
+    put()
+    assert count() == 1
+
+
 @pytest.mark.parametrize("source", ["import not_a_module_at_all", "1/0", "def f(:", "raise SystemExit(3)"])
 def test_a_reward_file_that_fails_to_import_says_so(tmp_path, source):
     (tmp_path / "bad.py").write_text(source)

@@ -12,7 +12,7 @@ from conftest import read_csv, read_jsonl
 
 import tasks.tiny
 from data import load_task
-from tasks.math_reasoning import MathTask
+from tasks.math_reasoning import MAX_PROBLEMS, MathTask
 
 
 # ---- learning
@@ -74,6 +74,7 @@ def cache(tmp_path, monkeypatch):
     """An empty cache folder and a warm start without the training; gives the folder of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tasks.tiny, "warm_start", warm_start)
+    monkeypatch.setitem(MAX_PROBLEMS, "train", 200)
     return tmp_path / "cache" / "train_grpo"
 
 
