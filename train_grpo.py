@@ -70,7 +70,7 @@ from data import (
     rng_of,
     seed_of,
 )
-from engine import Row, fill_logps, micro_batches, pad, rollout, token_logps
+from engine import Row, choose_engine, fill_logps, micro_batches, pad, rollout, token_logps
 from eval import evaluate, judge, strict_json
 from rewards import length_penalty
 from tasks.tiny import tiny_model
@@ -124,6 +124,7 @@ class Args:
     temperature_end: float = -1.0  # temperature at the last step, reached linearly; negative: stays
     top_p: float = 1.0  # nucleus; below 1 the trained ratio is not the sampler's (warned)
     top_k: int = 0  # 0: all tokens
+    engine: Literal["auto", "fast", "generate"] = "auto"  # auto: fast, where a check at the start agrees with generate
     rollout_tokens: int = 262_144  # most tokens (rows x length) in one generate call
     dynamic_sampling: int = 0  # rounds that refill constant groups with new prompts
     # advantages
@@ -156,7 +157,7 @@ class Args:
     # update
     inner_epochs: int = 1  # passes over a batch
     minibatches: int = 1  # optimizer steps a pass
-    micro_tokens: int = 8192  # most tokens (rows x length) in one forward and backward
+    micro_tokens: int = 0  # most tokens in one forward and backward; 0: 1,536 on the CPU, else 16,384
     lr: float = 5e-6  # peak learning rate
     lr_end: float = 0.1  # cosine ends at this share of --lr; 1: constant
     lr_start: float = 0.1  # warm-up starts at this share of --lr
@@ -187,7 +188,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "temperature_end": (-1, 100), "top_p": (1e-6, 1), "rollout_tokens": (1, 1e12), "dynamic_sampling": (0, 1000),
     "baseline_decay": (0, 1), "baseline_scale": (1e-9, 1e9), "overlong_buffer": (1, 1e6), "clip": (0, 1),
     "clip_high": (-1, 1e6), "entropy_coef": (-1e6, 1e6), "top_entropy": (1e-6, 1), "off_policy_cap": (1, 1e6),
-    "inner_epochs": (1, 1000), "minibatches": (1, 1e6), "micro_tokens": (1, 1e12), "lr": (0, 10), "lr_end": (0, 1),
+    "inner_epochs": (1, 1000), "minibatches": (1, 1e6), "lr": (0, 10), "lr_end": (0, 1),
     "lr_start": (0, 1), "adam_beta1": (0, 0.9999999), "adam_beta2": (0, 0.9999999), "max_bad_steps": (1, 1e9),
     "eval_temperature": (1e-3, 100),
 }
@@ -500,6 +501,7 @@ class Policy:
     device: Any
     reference: Any = None
     version: int = 0
+    engine: str = "generate"
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
 
     def __post_init__(self):
@@ -606,6 +608,7 @@ def load_policy(args, task: Task, say=print) -> Policy:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(args, task, model.eval(), hf, tokenizer, device, reference)
     task.prepare_model(policy)
+    policy.engine = choose_engine(policy, say)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert trained and not any(".reference." in n for n in trained), "the policy is trained and its anchor is not"
     return policy
@@ -960,7 +963,7 @@ def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, tempe
     optimizer.zero()
     sums = Sums()
     policy.model.train(args.gradient_checkpointing)  # checkpointing works in training mode only; dropout is off
-    for batch in micro_batches(rows, budget):
+    for batch in micro_batches(rows, budget, policy.engine == "fast"):
         micro_loss(policy, batch, args, temperature, sums).backward()
     policy.model.eval()
     return sums
@@ -1446,7 +1449,8 @@ def main(argv: list[str] | None = None) -> int:
         say(f"{dropped} prompts leave no room for {args.max_new} new tokens (context {policy.context}"
             f"{f', --max-prompt {args.max_prompt}' if args.max_prompt else ''}) and were dropped")
     optimizer = Optimizer(policy.model, args)
-    state = {"step": 0, "task": task.state_dict(), "baseline": None, "micro_tokens": args.micro_tokens,
+    micro_tokens = args.micro_tokens or (1536 if policy.device.type == "cpu" else 16_384)
+    state = {"step": 0, "task": task.state_dict(), "baseline": None, "micro_tokens": micro_tokens,
              "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0, "seconds": 0.0}
     if resume_from:
         run = Run(resume_from, task, args)
@@ -1460,7 +1464,8 @@ def main(argv: list[str] | None = None) -> int:
         write_atomic(run.folder / "config.json", json.dumps(describe_run(args, sources), indent=1).encode())
     say.attach(run.folder / "console.log")
     trained = sum(master.numel() for _, master in optimizer.pairs)
-    say(f"{run.folder}: task {args.task}, model {args.model} on {policy.device}, {trained:,} trained weights"
+    say(f"{run.folder}: task {args.task}, model {args.model} on {policy.device}, {trained:,} trained weights, "
+        f"engine {policy.engine}"
         + (f", resumed at step {state['step']}" if resumed else ""))
     stop, rows, evals, warned = Stop(), run_rows(run.folder), run_evals(run.folder), {}
     status, code, whole = "done", 0, True
