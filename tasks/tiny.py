@@ -122,7 +122,8 @@ def tiny_model(task: Task, args, say) -> Path:
     folder = home / f"tiny-{key}"
 
     def usable() -> bool:  # a cache folder may be cleaned file by file
-        return args.cache and all((folder / f).is_file() for f in ("config.json", "model.safetensors", "tokenizer.json"))
+        files = ("config.json", "model.safetensors", "tokenizer.json")
+        return args.cache and all((folder / file).is_file() for file in files)
 
     if usable():
         return folder
