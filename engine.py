@@ -110,7 +110,7 @@ def install_attention(hf) -> bool:
     before = hf.config._attn_implementation
     inner = transformers.AttentionInterface().get(before)
     masks = transformers.AttentionMaskInterface().get(before)
-    if inner is None or masks is None:
+    if before.startswith("planned_") or inner is None or masks is None:
         return before.startswith("planned_")
 
     def attention(module, query, key, value, attention_mask, *args, plan=None, scaling=None, **keywords):
@@ -130,7 +130,8 @@ def install_attention(hf) -> bool:
 def planned_forward(hf, ids: Tensor, positions: Tensor, plan) -> Tensor:
     """Last hidden states (N, D) of one row of N tokens under a plan. A 4-D mask keeps the model from making its own."""
     unused = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-    out = hf.base_model(input_ids=ids[None], position_ids=positions[None], attention_mask=unused, use_cache=False, plan=plan)
+    out = hf.base_model(input_ids=ids[None], position_ids=positions[None], attention_mask=unused, use_cache=False,
+                        plan=plan)
     return out.last_hidden_state[0]
 
 
@@ -171,8 +172,8 @@ class Cache:
         start = self.length[:b].clone()
         row = torch.repeat_interleave(torch.arange(b), counts)
         at = torch.arange(len(row)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        position = start[row] + at
-        self.length[:b] += counts
+        position = (start[row] + at).clamp(max=self.capacity - 1)  # where only a row that ended can be
+        self.length[:b] = (start + counts).clamp(max=self.capacity)
         self.seen, self.m, self.b = int(self.length[:b].max()), m, b
         self.row, self.at, self.position = (x.to(self.device) for x in (row, at, position))
         last = (counts.cumsum(0) - 1).to(self.device)
@@ -227,7 +228,8 @@ def choose_engine(policy, say) -> str:
     heads = [rng.integers(vocabulary, size=size).tolist() for size in (5, 9)]
     rows = [Rollout(prompts[i], list(heads[i]), [], [], [], [], "", []) for i in (0, 0, 1, 1)]
     try:
-        if not install_attention(hf):
+        models = [hf] + [policy.reference] * isinstance(policy.reference, torch.nn.Module)
+        if not all([install_attention(model) for model in models]):
             raise NotImplementedError(f"its attention is {hf.config._attn_implementation}")
         logps = []
         with torch.no_grad():
@@ -240,7 +242,8 @@ def choose_engine(policy, say) -> str:
                 logps.append(token_logps(policy, hf, [Row(row, 0.0) for row in rows], 1.0)[0])
         logps.append(draws.logp.to(logps[0].dtype))
         gap = max((logps[0] - other).abs().mean().item() for other in logps[1:])
-        if not gap < (1e-3 if logps[0].dtype == torch.float64 or next(hf.parameters()).dtype == torch.float32 else 0.05):
+        half = next(hf.parameters()).dtype in (torch.bfloat16, torch.float16)
+        if not gap < (0.05 if half else 1e-3):
             raise NotImplementedError(f"log-probabilities differ by {gap:.2g}")
         return "fast"
     except (NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
@@ -258,12 +261,15 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
     rows = []
     for prompt in prompts:
         ids = policy.encode(prompt)
+        if len(ids) >= policy.context:
+            raise UserError(f"a prompt of {len(ids)} tokens leaves no room in the context of {policy.context}; raise "
+                            "--context, or let the task's keep() drop it")
         rows += [Rollout(prompt, list(ids), [], [], [], [], "", []) for _ in range(n)]
     generator = torch.Generator().manual_seed(seed)
     active, masses = list(range(len(rows))), []
     for turn in range(args.max_turns):
         uniforms = torch.rand(len(rows), args.max_new, generator=generator, dtype=torch.float64)
-        size = max(1, args.rollout_tokens // (max((len(rows[i].ids) for i in active), default=0) + args.max_new))
+        size = max(1, policy.rollout_tokens // (max((len(rows[i].ids) for i in active), default=0) + args.max_new))
         for batch in (active[i : i + size] for i in range(0, len(active), size)):
             masses.append(sample_turn(policy, [rows[i] for i in batch], uniforms[batch], temperature))
         waiting = []
@@ -296,7 +302,7 @@ def decode(policy, rows: list[Rollout], draws: Draws) -> None:
     first: dict[tuple, int] = {}  # rows of one prompt are fed once
     share = [first.setdefault((id(row.prompt), *row.ids), len(first)) for row in rows]
     distinct = [rows[share.index(i)] for i in range(len(first))]
-    cache = Cache(max(len(row.ids) for row in rows) + draws.tokens.shape[1], policy.device)
+    cache = Cache(min(policy.context, max(len(row.ids) for row in rows) + draws.tokens.shape[1]), policy.device)
     policy.task.on_forward([row.prompt for row in distinct])
     logits = head(cache.feed(hf, [row.ids for row in distinct]))[share]
     cache.arrange(share)
@@ -315,15 +321,15 @@ def decode(policy, rows: list[Rollout], draws: Draws) -> None:
 
 
 class OnlyChoice:
-    """The only logits processor of `generate`: draws the tokens and leaves generate no other choice."""
+    """The only logits processor of `generate`: draws the tokens of the rows `index` and leaves no other choice."""
 
-    def __init__(self, draws: Draws):
-        self.draws, self.alive = draws, torch.arange(len(draws.length), device=draws.length.device)
+    def __init__(self, draws: Draws, index: Tensor):
+        self.draws, self.index, self.alive = draws, index, torch.arange(len(index), device=index.device)
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         forced = torch.full_like(logits, -torch.inf)
         forced[:, 0] = 0.0
-        token, going = self.draws.add(logits[self.alive], self.alive)
+        token, going = self.draws.add(logits[self.alive], self.index[self.alive])
         forced[self.alive, 0] = -torch.inf
         forced[self.alive, token] = 0.0
         self.alive = self.alive[going]
@@ -331,18 +337,25 @@ class OnlyChoice:
 
 
 def generate(policy, rows: list[Rollout], draws: Draws) -> None:
-    """The plain path: one `model.generate`, for which the model's own generation config is put aside."""
-    hf, width = policy.hf, max(len(row.ids) for row in rows)
-    filler = policy.tokenizer.pad_token_id or 0
-    ids = torch.tensor([[filler] * (width - len(row.ids)) + row.ids for row in rows], device=policy.device)
-    mask = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=policy.device)
-    policy.task.on_forward([row.prompt for row in rows])
+    """The plain path: `model.generate`, with the model's own generation config put aside.
+
+    Rows of unequal room are apart: generate goes on to the largest, past what learned positions may have.
+    """
+    hf, filler = policy.hf, policy.tokenizer.pad_token_id or 0
     before = hf.generation_config  # top-k, penalties, minimal lengths: nothing of it may reach the sampler
     hf.generation_config = transformers.GenerationConfig(
         do_sample=False, use_cache=True, eos_token_id=policy.stop_ids or None, pad_token_id=filler)
     try:
-        hf.generate(input_ids=ids, attention_mask=mask, max_new_tokens=draws.tokens.shape[1],
-                    logits_processor=[OnlyChoice(draws)])
+        for room in sorted(set(draws.room.tolist())):
+            index = (draws.room == room).nonzero()[:, 0]
+            some = [rows[i] for i in index.tolist()]
+            left = max(len(row.ids) for row in some)
+            ids = [[filler] * (left - len(row.ids)) + row.ids for row in some]
+            mask = [[0] * (left - len(row.ids)) + [1] * len(row.ids) for row in some]
+            policy.task.on_forward([row.prompt for row in some])
+            hf.generate(input_ids=torch.tensor(ids, device=policy.device), max_new_tokens=room,
+                        attention_mask=torch.tensor(mask, device=policy.device),
+                        logits_processor=[OnlyChoice(draws, index)])
     finally:
         hf.generation_config = before
 
@@ -376,6 +389,8 @@ def observe_reply(policy, row: Rollout, reply: list[dict]) -> bool:
 
     What the policy wrote stays as it was sampled: only the template's text after it is tokenised.
     """
+    if isinstance(row.prompt.messages, str):
+        raise UserError("a task that replies needs chat messages as its prompts, not plain text")
     mark = "replysuffixmark"
     head = list(row.prompt.messages) + row.turns[:-1] + [{"role": "assistant", "content": mark}]
     suffix = policy.render(head + reply, row.prompt, True).rpartition(mark)[2]
@@ -533,7 +548,8 @@ def chunked_logps(head, x: Tensor, targets: Tensor, temperature: float, entropy:
         logits = head(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         z = logits.logsumexp(-1)
-        h = z - (logits.softmax(-1) * logits).sum(-1) if entropy else z
+        p = logits.softmax(-1) if entropy else logits
+        h = z - (p * logits.masked_fill(p == 0, 0.0)).sum(-1) if entropy else z  # a logit of -inf adds nothing
         return logits.gather(-1, y[:, None])[:, 0] - z, h
 
     parts = [torch.utils.checkpoint.checkpoint(part, a, b, use_reentrant=False)

@@ -505,9 +505,12 @@ class Policy:
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
 
     def __post_init__(self):
-        self.stop_ids = stop_ids(self.hf, self.tokenizer)
+        self.stop_ids, self.rollout_tokens = stop_ids(self.hf, self.tokenizer), self.args.rollout_tokens
         config = self.hf.config.get_text_config()
-        self.context = self.args.context or getattr(config, "max_position_embeddings", None) or 10**9
+        longest = getattr(config, "max_position_embeddings", None) or 10**9
+        self.context = self.args.context or longest
+        if self.context > longest and not hasattr(config, "rope_parameters"):
+            raise UserError(f"--context {self.context}: this model has learned positions for {longest} tokens only")
         self.takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -532,8 +535,14 @@ class Policy:
         return 0 < len(self.encode(prompt)) <= limit
 
     def sample(self, prompts: list[Prompt], n: int, temperature: float, *key) -> list[list[Rollout]]:
-        """`n` rollouts of each prompt, see `rollout`."""
-        return rollout(self, prompts, n, temperature, seed_of(self.args.seed, "sample", *key))
+        """`n` rollouts of each prompt, see `rollout`; out of memory, once more from the start in smaller batches."""
+        while True:
+            try:
+                return rollout(self, prompts, n, temperature, seed_of(self.args.seed, "sample", *key))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or self.rollout_tokens <= self.args.max_new:
+                    raise
+            self.rollout_tokens //= 2
 
     @contextlib.contextmanager
     def as_reference(self):
@@ -649,7 +658,10 @@ def group_std(group: Group, args) -> float | None:
 def is_constant(group: Group, args) -> bool:
     """No usable spread: nothing to learn from the comparison. (1e-8: equal floats may have a std of one ulp.)"""
     std = group_std(group, args)
-    return std is None or (args.advantage != "baseline" and (std <= 1e-8 or std < args.min_group_std))
+    if std is None or args.advantage == "baseline":  # a running mean compares a group with others, spread or not
+        return std is None
+    trained = args.advantage == "mixed" and args.mixed_fallback != "zero"
+    return std < args.min_group_std or (std <= 1e-8 and not trained)
 
 
 def set_advantages(groups: list[Group], args, baseline: float | None) -> None:
@@ -667,10 +679,10 @@ def set_advantages(groups: list[Group], args, baseline: float | None) -> None:
             a = ema
         elif std is None:
             a = r * math.nan
+        elif is_constant(group, args):
+            a = 0 * r
         elif args.advantage == "mixed" and std < args.mixed_std:
             a = {"zero": 0 * r, "baseline": ema, "positive_baseline": np.maximum(ema, 0)}[args.mixed_fallback]
-        elif args.advantage == "group" and is_constant(group, args):
-            a = 0 * r
         else:
             scale = {"group": std + 1e-4, "batch": batch_std + 1e-4, "none": 1.0}[args.scale_rewards]
             a = (r - np.nanmean(r)) / scale
@@ -703,7 +715,7 @@ def rows_to_train(groups: list[Group], args) -> list[Row]:
     kept = [row for row in counted if id(row) not in leaving]
     if args.top_entropy < 1 and kept:
         entropies = [e for row in kept for e, m in zip(row.rollout.entropy, row.rollout.mask, strict=True) if m]
-        threshold = np.quantile(entropies, 1 - args.top_entropy)
+        threshold = np.nanquantile(entropies, 1 - args.top_entropy)
         for row in kept:
             row.uncertain = [e >= threshold for e in row.rollout.entropy]
     return kept
@@ -1278,7 +1290,7 @@ def score_groups(task: Task, rolled: list[list[Rollout]], args) -> list[Group]:
     if args.overlong == "soft":
         for row, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
             if score.reward is not None:
-                score.parts["overlong"] = length_penalty(sum(row.mask), args.max_new, args.overlong_buffer)
+                score.parts["overlong"] = length_penalty(sum(row.mask), args.max_new * args.max_turns, args.overlong_buffer)
                 score.reward += score.parts["overlong"]
     return groups
 
