@@ -229,7 +229,8 @@ def choose_engine(policy, say) -> str:
     rows = [Rollout(prompts[i], list(heads[i]), [], [], [], [], "", []) for i in (0, 0, 1, 1)]
     try:
         models = [hf] + [policy.reference] * isinstance(policy.reference, torch.nn.Module)
-        if not all([install_attention(model) for model in models]):
+        able = [install_attention(model) for model in models]
+        if not all(able):
             raise NotImplementedError(f"its attention is {hf.config._attn_implementation}")
         logps = []
         with torch.no_grad():

@@ -1290,7 +1290,8 @@ def score_groups(task: Task, rolled: list[list[Rollout]], args) -> list[Group]:
     if args.overlong == "soft":
         for row, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
             if score.reward is not None:
-                score.parts["overlong"] = length_penalty(sum(row.mask), args.max_new * args.max_turns, args.overlong_buffer)
+                score.parts["overlong"] = length_penalty(
+                    sum(row.mask), args.max_new * args.max_turns, args.overlong_buffer)
                 score.reward += score.parts["overlong"]
     return groups
 
