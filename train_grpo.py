@@ -70,7 +70,7 @@ from data import (
     rng_of,
     seed_of,
 )
-from engine import Row, fill_logps, micro_batches, pad, rollout, token_logps
+from engine import Row, choose_engine, fill_logps, micro_batches, pad, rollout, token_logps
 from eval import evaluate, judge, strict_json
 from rewards import length_penalty
 from tasks.tiny import tiny_model
@@ -124,6 +124,7 @@ class Args:
     temperature_end: float = -1.0  # temperature at the last step, reached linearly; negative: stays
     top_p: float = 1.0  # nucleus; below 1 the trained ratio is not the sampler's (warned)
     top_k: int = 0  # 0: all tokens
+    engine: Literal["auto", "fast", "generate"] = "auto"  # auto: fast, where a check at the start agrees with generate
     rollout_tokens: int = 262_144  # most tokens (rows x length) in one generate call
     dynamic_sampling: int = 0  # rounds that refill constant groups with new prompts
     # advantages
@@ -156,7 +157,7 @@ class Args:
     # update
     inner_epochs: int = 1  # passes over a batch
     minibatches: int = 1  # optimizer steps a pass
-    micro_tokens: int = 8192  # most tokens (rows x length) in one forward and backward
+    micro_tokens: int = 0  # most tokens in one forward and backward; 0: 1,536 on the CPU, else 16,384
     lr: float = 5e-6  # peak learning rate
     lr_end: float = 0.1  # cosine ends at this share of --lr; 1: constant
     lr_start: float = 0.1  # warm-up starts at this share of --lr
@@ -187,7 +188,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "temperature_end": (-1, 100), "top_p": (1e-6, 1), "rollout_tokens": (1, 1e12), "dynamic_sampling": (0, 1000),
     "baseline_decay": (0, 1), "baseline_scale": (1e-9, 1e9), "overlong_buffer": (1, 1e6), "clip": (0, 1),
     "clip_high": (-1, 1e6), "entropy_coef": (-1e6, 1e6), "top_entropy": (1e-6, 1), "off_policy_cap": (1, 1e6),
-    "inner_epochs": (1, 1000), "minibatches": (1, 1e6), "micro_tokens": (1, 1e12), "lr": (0, 10), "lr_end": (0, 1),
+    "inner_epochs": (1, 1000), "minibatches": (1, 1e6), "lr": (0, 10), "lr_end": (0, 1),
     "lr_start": (0, 1), "adam_beta1": (0, 0.9999999), "adam_beta2": (0, 0.9999999), "max_bad_steps": (1, 1e9),
     "eval_temperature": (1e-3, 100),
 }
@@ -500,12 +501,16 @@ class Policy:
     device: Any
     reference: Any = None
     version: int = 0
+    engine: str = "generate"
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
 
     def __post_init__(self):
-        self.stop_ids = stop_ids(self.hf, self.tokenizer)
+        self.stop_ids, self.rollout_tokens = stop_ids(self.hf, self.tokenizer), self.args.rollout_tokens
         config = self.hf.config.get_text_config()
-        self.context = self.args.context or getattr(config, "max_position_embeddings", None) or 10**9
+        longest = getattr(config, "max_position_embeddings", None) or 10**9
+        self.context = self.args.context or longest
+        if self.context > longest and not hasattr(config, "rope_parameters"):
+            raise UserError(f"--context {self.context}: this model has learned positions for {longest} tokens only")
         self.takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -530,8 +535,14 @@ class Policy:
         return 0 < len(self.encode(prompt)) <= limit
 
     def sample(self, prompts: list[Prompt], n: int, temperature: float, *key) -> list[list[Rollout]]:
-        """`n` rollouts of each prompt, see `rollout`."""
-        return rollout(self, prompts, n, temperature, seed_of(self.args.seed, "sample", *key))
+        """`n` rollouts of each prompt, see `rollout`; out of memory, once more from the start in smaller batches."""
+        while True:
+            try:
+                return rollout(self, prompts, n, temperature, seed_of(self.args.seed, "sample", *key))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or self.rollout_tokens <= self.args.max_new:
+                    raise
+            self.rollout_tokens //= 2
 
     @contextlib.contextmanager
     def as_reference(self):
@@ -606,6 +617,7 @@ def load_policy(args, task: Task, say=print) -> Policy:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(args, task, model.eval(), hf, tokenizer, device, reference)
     task.prepare_model(policy)
+    policy.engine = choose_engine(policy, say)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert trained and not any(".reference." in n for n in trained), "the policy is trained and its anchor is not"
     return policy
@@ -646,7 +658,10 @@ def group_std(group: Group, args) -> float | None:
 def is_constant(group: Group, args) -> bool:
     """No usable spread: nothing to learn from the comparison. (1e-8: equal floats may have a std of one ulp.)"""
     std = group_std(group, args)
-    return std is None or (args.advantage != "baseline" and (std <= 1e-8 or std < args.min_group_std))
+    if std is None or args.advantage == "baseline":  # a running mean compares a group with others, spread or not
+        return std is None
+    trained = args.advantage == "mixed" and args.mixed_fallback != "zero"
+    return std < args.min_group_std or (std <= 1e-8 and not trained)
 
 
 def set_advantages(groups: list[Group], args, baseline: float | None) -> None:
@@ -664,10 +679,10 @@ def set_advantages(groups: list[Group], args, baseline: float | None) -> None:
             a = ema
         elif std is None:
             a = r * math.nan
+        elif is_constant(group, args):
+            a = 0 * r
         elif args.advantage == "mixed" and std < args.mixed_std:
             a = {"zero": 0 * r, "baseline": ema, "positive_baseline": np.maximum(ema, 0)}[args.mixed_fallback]
-        elif args.advantage == "group" and is_constant(group, args):
-            a = 0 * r
         else:
             scale = {"group": std + 1e-4, "batch": batch_std + 1e-4, "none": 1.0}[args.scale_rewards]
             a = (r - np.nanmean(r)) / scale
@@ -700,7 +715,7 @@ def rows_to_train(groups: list[Group], args) -> list[Row]:
     kept = [row for row in counted if id(row) not in leaving]
     if args.top_entropy < 1 and kept:
         entropies = [e for row in kept for e, m in zip(row.rollout.entropy, row.rollout.mask, strict=True) if m]
-        threshold = np.quantile(entropies, 1 - args.top_entropy)
+        threshold = np.nanquantile(entropies, 1 - args.top_entropy)
         for row in kept:
             row.uncertain = [e >= threshold for e in row.rollout.entropy]
     return kept
@@ -960,7 +975,7 @@ def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, tempe
     optimizer.zero()
     sums = Sums()
     policy.model.train(args.gradient_checkpointing)  # checkpointing works in training mode only; dropout is off
-    for batch in micro_batches(rows, budget):
+    for batch in micro_batches(rows, budget, policy.engine == "fast"):
         micro_loss(policy, batch, args, temperature, sums).backward()
     policy.model.eval()
     return sums
@@ -1275,7 +1290,8 @@ def score_groups(task: Task, rolled: list[list[Rollout]], args) -> list[Group]:
     if args.overlong == "soft":
         for row, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
             if score.reward is not None:
-                score.parts["overlong"] = length_penalty(sum(row.mask), args.max_new, args.overlong_buffer)
+                score.parts["overlong"] = length_penalty(
+                    sum(row.mask), args.max_new * args.max_turns, args.overlong_buffer)
                 score.reward += score.parts["overlong"]
     return groups
 
@@ -1446,7 +1462,8 @@ def main(argv: list[str] | None = None) -> int:
         say(f"{dropped} prompts leave no room for {args.max_new} new tokens (context {policy.context}"
             f"{f', --max-prompt {args.max_prompt}' if args.max_prompt else ''}) and were dropped")
     optimizer = Optimizer(policy.model, args)
-    state = {"step": 0, "task": task.state_dict(), "baseline": None, "micro_tokens": args.micro_tokens,
+    micro_tokens = args.micro_tokens or (1536 if policy.device.type == "cpu" else 16_384)
+    state = {"step": 0, "task": task.state_dict(), "baseline": None, "micro_tokens": micro_tokens,
              "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0, "seconds": 0.0}
     if resume_from:
         run = Run(resume_from, task, args)
@@ -1460,7 +1477,8 @@ def main(argv: list[str] | None = None) -> int:
         write_atomic(run.folder / "config.json", json.dumps(describe_run(args, sources), indent=1).encode())
     say.attach(run.folder / "console.log")
     trained = sum(master.numel() for _, master in optimizer.pairs)
-    say(f"{run.folder}: task {args.task}, model {args.model} on {policy.device}, {trained:,} trained weights"
+    say(f"{run.folder}: task {args.task}, model {args.model} on {policy.device}, {trained:,} trained weights, "
+        f"engine {policy.engine}"
         + (f", resumed at step {state['step']}" if resumed else ""))
     stop, rows, evals, warned = Stop(), run_rows(run.folder), run_evals(run.folder), {}
     status, code, whole = "done", 0, True

@@ -23,6 +23,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import torch
 import transformers
 
+import engine
 import plot_run
 import train_grpo
 from data import Group, Prompt, Rollout, Score, Task
@@ -86,11 +87,17 @@ def make_args(*flags: str):
     return train_grpo.resolve_args(["--task", "math", "--adapter", "none", "--beta", "0", "--max-new", "8", *flags])[0]
 
 
+ENGINE = "generate"  # of the policies that make_policy makes; a test file may run its tests with each
+
+
 def make_policy(*flags: str, kind: str = "llama", dtype=torch.float32, tokenizer=None, task=None, seed: int = 0):
     """A Policy around a random model, on the CPU."""
     args = make_args(*flags)
     model = random_model(kind, dtype=dtype, seed=seed)
-    return train_grpo.Policy(args, task or WordTask(args), model, model, tokenizer or word_tokenizer(), model.device)
+    if ENGINE == "fast":
+        assert engine.install_attention(model)
+    return train_grpo.Policy(args, task or WordTask(args), model, model, tokenizer or word_tokenizer(), model.device,
+                             engine=ENGINE)
 
 
 def hand_rollout(prompt_ids, completion_ids, *, mask=None, logp=None, stop="stop", prompt=None) -> Rollout:
@@ -237,7 +244,7 @@ def bigram_policy(table, *flags: str, reference=None):
 
 def new_state(args, **values) -> dict:
     """The part of the loop's state that an update reads and writes."""
-    return {"micro_tokens": args.micro_tokens, "bad_in_a_row": 0} | values
+    return {"micro_tokens": args.micro_tokens or 8192, "bad_in_a_row": 0} | values
 
 
 def grads_of(model) -> dict:

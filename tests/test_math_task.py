@@ -164,8 +164,9 @@ def test_word_problems_split_by_expression():
 
 
 def test_every_sum_of_a_heldout_expression_occurs_in_two_training_ones():
-    seen = Counter(step for group in split_expressions()["train"].values() for steps in group for step in steps)
-    assert all(seen[step] >= 2 for group in split_expressions()["heldout"].values() for steps in group for step in steps)
+    sums = {part: Counter(step for group in split_expressions()[part].values() for steps in group for step in steps)
+            for part in ("train", "heldout")}
+    assert all(sums["train"][step] >= 2 for step in sums["heldout"])
 
 
 def test_word_problem_golds_follow_from_their_text():

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import math
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -29,6 +30,14 @@ LEFT = [([5], [3, 4, 1]), ([5], [6, 7, 8]), ([3, 4, 5, 6, 7, 8], [9, 9, 1]), ([3
 EQUAL = [([5, 6], [3, 4, 1]), ([5, 6], [6, 7, 8]), ([7, 8], [9, 9, 1]), ([7, 8], [3, 9, 4])]
 SHAPES = {"both": UNEQUAL, "right": RIGHT, "left": LEFT, "none": EQUAL}
 LOSSES = ["--loss grpo", "--loss dapo", "--loss dr_grpo"]
+
+
+@pytest.fixture(autouse=True, params=["generate", "fast"])
+def each_engine(request, monkeypatch):
+    """Every test of this file holds for both engines, but for those marked plain."""
+    if "plain" in request.keywords and request.param == "fast":
+        pytest.skip("about the plain path only")
+    monkeypatch.setattr(conftest, "ENGINE", request.param)
 
 
 def batch_of(shape=UNEQUAL, rewards=((0.0, 1.0), (2.0, -1.0)), stops=("stop",) * 4):
@@ -78,7 +87,7 @@ def test_the_gradient_is_the_same_for_every_micro_batch_budget_order_and_padding
             groups = batch_of(SHAPES[shape])
             assert_same(whole, gradient(policy, groups, budget, order, old=True))
         train_grpo.set_advantages(groups, policy.args, None)
-        sizes |= {max(map(len, micro_batches(train_grpo.rows_to_train(groups, policy.args), budget)))}
+        sizes |= {max(map(len, micro_batches(train_grpo.rows_to_train(groups, policy.args), budget, False)))}
     assert {1, 2, 4} <= sizes
 
 
@@ -511,6 +520,7 @@ def failing(monkeypatch, fail, error=torch.OutOfMemoryError):
     return calls
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
 def test_out_of_memory_halves_the_budget_and_the_gradient_is_undisturbed(monkeypatch, nth, error):
