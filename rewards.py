@@ -10,6 +10,7 @@ text. Nothing is evaluated, and any thread may ask. Rules, gold second:
 - inequalities in one letter are intervals, equations are equal up to a factor.
 """
 import asyncio
+import contextvars
 import importlib.util
 import inspect
 import json
@@ -28,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 TAIL, LONGEST, BRACKETS = 30_000, 512, 60  # characters read of a completion and of an answer, brackets of an answer
-DEADLINE, MEMORY = 0.7, 1 << 29  # seconds for a pair and bytes of address space that math-verify has
+DEADLINE, MEMORY = 0.7, 1 << 29  # seconds for an answer and bytes of address space that math-verify has
 REL_TOL = Fraction(1, 10**9)  # nobody writes ten digits by accident
 
 # Finding the answer in a completion. Every pattern is linear: no repeat inside a repeat without a separator between.
@@ -42,8 +43,7 @@ VALUE_IS = re.compile(r"=|\b(?:is|are|equals|[Ss]o)\b:?")
 MARKED = re.compile(r"(?i)####|\\boxed|\\fbox|\banswers?\b")
 SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s+|$)|\n+")
 BOLD = re.compile(r"(?<![\w)*])\*\*(\S(?:[^*\n]{0,200}\S)?)\*\*(?!\w)")
-# a number that stands alone: an operand, an index, an argument or a part of a word is nobody's answer
-NUMBER = re.compile(
+NUMBER = re.compile(  # that stands alone: an operand, an index, an argument or a part of a word is nobody's answer
     r"(?<![\w.,^*/_{}\\+-])(?<![\^*/+] )(?<!\w\()(?<!\d[-\u2212] )(?:(?<!\d )[-+\u2212])?(?:\\?\$)?[-\u2212]?"
     r"(?:(?:\d+ ?)?\\[dt]?frac\{-?\d{1,40}\}\{\d{1,40}\}|\d+ \d+/\d+|\d+/\d+"
     r"|(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?)(?:\s?\\?%)?"
@@ -54,8 +54,7 @@ def final_answer(text: str, strict: bool = False) -> str | None:
     """The answer a completion ends on, as written: the last `Final Answer:` line, else the last box or list of boxes.
     If not `strict`, else the last `#### x` or "answer is x", all of a mathematical text, or the last value in prose."""
     text = text[-TAIL:]
-    for line in reversed(list(FINAL_LINE.finditer(text))[-20:]):
-        # under a bare heading the answer is on the next line
+    for line in reversed(list(FINAL_LINE.finditer(text))[-20:]):  # under a bare heading on the next line
         found = line[1].strip(" \t*_\r") or text[line.end():][:1000].strip(" \t*_\r\n").partition("\n")[0]
         if found := _last_boxes(found) or _bare(found):
             return found
@@ -211,7 +210,7 @@ def _same_thing(a: str, g: str) -> bool:
         return any(abs(value - q[0]) <= tolerance for value in (p[0], p[0] * scale))
     answer, gold = _latex(a), _latex(g)
     if answer or gold:
-        return bool(answer and gold) and ("=" in answer) == ("=" in gold) and _ask(answer, gold)
+        return bool(answer and gold) and ("=" in answer) == ("=" in gold) and _left.get() > 0 and _ask(answer, gold)
     return a.lower().strip(" .,:;!?*'\"()") == g.lower().strip(" .,:;!?*'\"()") != ""
 
 
@@ -257,6 +256,7 @@ def _latex(s: str) -> str | None:
 # child over its deadline ends it, and the next fork is ready in milliseconds. Both end with their stdin, so with us.
 _worker: subprocess.Popen | None = None
 _lock = threading.Lock()
+_left = contextvars.ContextVar("seconds left for an answer, in each thread", default=DEADLINE)
 os.register_at_fork(after_in_child=lambda: globals().update(_worker=None, _lock=threading.Lock()))
 
 
@@ -265,8 +265,7 @@ def _ask(answer: str, gold: str) -> bool:
     global _worker
     with _lock:
         for _ in range(2):  # again where the worker was killed from outside
-            # taken away until its reply is here: after Ctrl-C a late one must not answer the next question
-            worker, _worker = _worker, None
+            worker, _worker = _worker, None  # back after its reply: a late one, after Ctrl-C, answers no other question
             if not worker or worker.poll() is not None:  # its own session keeps Ctrl-C from it
                 command = [sys.executable, "-I", __file__, "--answer-worker", *filter(None, sys.path)]
                 worker = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -274,10 +273,11 @@ def _ask(answer: str, gold: str) -> bool:
                 if worker.stdout.readline() != b"ready\n":
                     raise RuntimeError("answers are compared by math-verify: pip install math-verify==0.9.0")
             try:
-                worker.stdin.write(json.dumps([answer, gold]).encode() + b"\n")
-                if reply := worker.stdout.readline():
+                worker.stdin.write(json.dumps([_left.get(), answer, gold]).encode() + b"\n")
+                if reply := worker.stdout.readline().split():
                     _worker = worker
-                    return reply == b"1\n"
+                    _left.set(float(reply[1]))
+                    return reply[0] == b"1"
             except BrokenPipeError:
                 pass
             finally:
@@ -300,16 +300,15 @@ def _answer_worker(paths: list[str]) -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status not in (-signal.SIGALRM, -signal.SIGSEGV):  # the end of stdin, or killed from outside
             return
-        print(0, file=out, flush=True)
+        print(0, 0, file=out, flush=True)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, DEADLINE)
+    for seconds, *pair in map(json.loads, sys.stdin):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            verdict = _verdict(*json.loads(line))
+            verdict = _verdict(*pair)
         except Exception:
             verdict = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(int(verdict), file=out, flush=True)
+        print(int(verdict), signal.setitimer(signal.ITIMER_REAL, 0)[0], file=out, flush=True)
 
 
 def _verdict(answer: str, gold: str) -> bool:
@@ -338,14 +337,15 @@ def equivalent(answer: str | None, gold: str) -> bool:
     From any thread, under a second for a hostile text. RuntimeError only where math-verify is needed and missing."""
     answer, gold = (_bare(x) if len(x) <= LONGEST and not MARKED.search(x) else final_answer(x) or ""
                     for x in (answer or "", gold))
+    _left.set(DEADLINE)
     return _equivalent(answer, gold) if max(len(answer), len(gold)) <= LONGEST else answer == gold
 
 
 @lru_cache(maxsize=16_384)
 def _equivalent(answer: str, gold: str) -> bool:
-    if answer == gold or _same(_clean(answer), _clean(gold)):
-        return gold != ""  # else it may be a sentence for a mathematical gold
-    return not _is_math(answer) and _is_math(gold) and _same(_clean(final_answer(answer) or ""), _clean(gold))
+    a, g = _clean(answer), _clean(gold)  # if words, perhaps a sentence for a mathematical gold
+    return gold != "" and (answer == gold or _same(a, g) or not _is_math(answer) and _is_math(gold)
+                           and _same(_clean(final_answer(answer) or ""), g))
 
 
 def check_golds(golds: Iterable[str]) -> list[str]:

@@ -541,6 +541,11 @@ WORKER_HOSTILE = [
 ]
 
 
+def ask(answer, gold):
+    rewards._left.set(rewards.DEADLINE)
+    return rewards._ask(answer, gold)
+
+
 def session(leader):
     """Processes of the worker's session, zombies too."""
     found = []
@@ -563,12 +568,22 @@ def wait_until(condition, seconds=10):
 
 @pytest.mark.parametrize("tex", WORKER_HOSTILE, ids=[x[:18] for x in WORKER_HOSTILE])
 def test_a_hostile_expression_behind_the_screen_costs_under_a_second(tex):
-    assert rewards._ask(r"2\sqrt {2}", r"\sqrt {8}")
+    assert ask(r"2\sqrt {2}", r"\sqrt {8}")
     leader = rewards._worker.pid
     start = time.perf_counter()
-    assert not rewards._ask(tex, "5") and rewards._ask(r"2\sqrt {2}", r"\sqrt {8}")
+    assert not ask(tex, "5") and ask(r"2\sqrt {2}", r"\sqrt {8}")
     assert time.perf_counter() - start < 1
     assert rewards._worker.pid == leader and len(session(leader)) == 2
+
+
+def test_hostile_parts_of_a_list_share_one_deadline():
+    assert equivalent(r"\sqrt{2}+1", r"1+\sqrt{2}")
+    parts = [f"e^{{e^{{e^{{e^{{{x}}}}}}}}}" for x in "xyz"]
+    assert all(rewards._latex(rewards._clean(x)) for x in parts)
+    start = time.perf_counter()
+    assert not equivalent(", ".join(parts), r"a+1, b+1, c+1")
+    assert time.perf_counter() - start < 1
+    assert equivalent(r"\sqrt{3}+1", r"1+\sqrt{3}")
 
 
 @pytest.mark.parametrize("text", HOSTILE[:28], ids=[repr(x[:18]) for x in HOSTILE[:28]])
@@ -576,35 +591,41 @@ def test_the_screen_keeps_hostile_text_from_math_verify(text):
     assert rewards._latex(rewards._clean(text)) is None
 
 
-@pytest.mark.parametrize("victim", ["both", "child"])
+@pytest.mark.parametrize("victim", ["leader", "child"])
 def test_a_worker_killed_from_outside_is_replaced(victim):
-    assert rewards._ask(r"2\sqrt {2}", r"\sqrt {8}")
+    assert ask(r"2\sqrt {2}", r"\sqrt {8}")
     leader = rewards._worker.pid
     for pid in session(leader):
-        if victim == "both" or pid != leader:
+        if (victim == "leader") == (pid == leader):
             os.kill(pid, signal.SIGKILL)
-    assert rewards._ask(r"2\sqrt {3}", r"\sqrt {12}") and not rewards._ask(r"2\sqrt {3}", r"\sqrt {8}")
+    if victim == "leader":
+        assert wait_until(lambda: rewards._worker.poll() is not None)
+    assert ask(r"2\sqrt {3}", r"\sqrt {12}") and not ask(r"2\sqrt {3}", r"\sqrt {8}")
     assert wait_until(lambda: not session(leader))
 
 
 def test_a_late_reply_does_not_answer_the_next_question():
-    assert rewards._ask(r"2\sqrt {2}", r"\sqrt {8}")
+    assert ask(r"2\sqrt {2}", r"\sqrt {8}")
     timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         for _ in range(20):
-            rewards._ask("9^{9^{9}}", "5")
+            ask("9^{9^{9}}", "5")
     timer.join()
-    assert rewards._ask(r"2\sqrt {5}", r"\sqrt {20}")
+    assert ask(r"2\sqrt {5}", r"\sqrt {20}")
 
 
 LIFE = """
 import os, resource, signal, sys, threading, time
 import rewards
 
+def ask(answer, gold):
+    rewards._left.set(rewards.DEADLINE)
+    return rewards._ask(answer, gold)
+
 def honest(n=2):
     root = rf"{n}\\sqrt {{2}}"
-    return rewards._ask(root, rf"\\sqrt {{{2 * n * n}}}") and not rewards._ask(root, "3 x ")
+    return ask(root, rf"\\sqrt {{{2 * n * n}}}") and not ask(root, "3 x ")
 
 def in_threads(count, work):
     said = []
@@ -622,11 +643,11 @@ if sys.argv[1] == "exit":
     if not (child := os.fork()):
         os._exit(0 if honest() and rewards._worker.pid != leader else 1)
     assert os.waitpid(child, 0)[1] == 0 and honest(11) and rewards._worker.pid == leader
-    assert not rewards._ask("9^{9^{9}}", "5")
+    assert not ask("9^{9^{9}}", "5")
 print(leader, flush=True)
 if sys.argv[1] == "exit":
     sys.exit()
-threading.Thread(target=lambda: [rewards._ask("9^{9^{9}}", "5") for _ in range(9)]).start()
+threading.Thread(target=lambda: [ask("9^{9^{9}}", "5") for _ in range(9)]).start()
 time.sleep(0.2)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -856,7 +877,7 @@ def test_every_data_set_gold_matches_itself_and_the_check_is_quick():
 @needs_data
 def test_a_wrong_number_never_matches_a_gsm8k_gold():
     draw = random.Random(0)
-    for gold in gsm8k():
+    for gold in gsm8k()[::4]:
         wrong = float(gold.replace(",", "")) + draw.choice([-10, -1, -0.5, 0.01, 1, 100])
         assert not equivalent(f"{wrong:.2f}", gold) and not equivalent(f"Final Answer: ${wrong:,.2f}", gold)
 

@@ -78,16 +78,6 @@ def raises_for_one(completions, **kwargs):
     return even(completions)
 
 
-calls = []
-
-
-def raises_once(completions, **kwargs):
-    calls.append(1)
-    if len(calls) == 2:
-        raise TimeoutError("one bad request")
-    return even(completions)
-
-
 def gives_none(completions, **kwargs):
     return [None] * len(completions)
 
