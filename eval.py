@@ -76,7 +76,8 @@ def judge(task: Task, rollouts: list[list[Rollout]]) -> list[Group]:
                   else Score.unscorable("the reward is not finite") for score in scores]
         groups.append(Group(rows[0].prompt, rows, scores))
     reasons = [score.flags.get("unscorable") or score.flags.get("error") for g in groups for score in g.scores]
-    if reasons and reasons[0] and len(set(reasons)) == 1:
+    kinds = {reason and reason.partition(":")[0] for reason in reasons}  # the texts may differ by completion
+    if len(kinds) == 1 and None not in kinds:
         raise TrainingFailed(f"scoring failed in the same way for every completion: {reasons[0]}")
     return groups
 

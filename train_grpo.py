@@ -41,12 +41,15 @@ import tempfile
 import time
 import tomllib
 import typing
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars; ours says for itself where it wants to be
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what --deterministic needs on CUDA
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
@@ -76,6 +79,7 @@ from rewards import length_penalty
 from tasks.tiny import tiny_model
 
 transformers.logging.disable_progress_bar()
+warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
 ROOT = Path(__file__).resolve().parent
 
 
@@ -323,6 +327,7 @@ def resolve_args(argv: list[str], base: dict | None = None) -> tuple[Any, dict[s
     Order: defaults < presets from left to right < `base` (a run's config on resume) < flags.
     """
     first, _ = build_parser(Args, complete=False).parse_known_args(argv)  # the task decides which other flags there are
+    base = read_run_config(Path(first.resume)) if first.resume else base or {}
     layers = [(f"preset {name}", read_preset(name)) for name in first.preset]
     layers += [("the run's config.json", base)] if base else []
     given = vars(first)
@@ -332,7 +337,7 @@ def resolve_args(argv: list[str], base: dict | None = None) -> tuple[Any, dict[s
     reward = given.get("reward") or any(values.get("reward") for _, values in layers)
     task = task or ("custom" if reward else Args.task)
     if reward and task in ("math",):
-        raise UserError(f"--reward is for --task custom, not for --task {task}; leave --task out")
+        raise UserError(f"--reward is for --task custom, not for --task {task}; use --task custom")
     cls = args_class(task)
     types, command = field_types(cls), build_parser(cls).parse_args(argv)
     values, sources = {"task": task}, {f.name: "default" for f in dataclasses.fields(cls)}
@@ -346,6 +351,10 @@ def resolve_args(argv: list[str], base: dict | None = None) -> tuple[Any, dict[s
     sources |= dict.fromkeys(flags, "flag")
     args = cls(**values)
     check_args(args, sources)
+    for key in FIXED & base.keys() if first.resume else ():
+        if json.dumps(getattr(args, key)) != json.dumps(base[key]):
+            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: the run began with {base[key]}, and a "
+                            "resume cannot change it")
     return args, sources, command
 
 
@@ -614,7 +623,7 @@ def load_policy(args, task: Task, say=print) -> Policy:
     else:
         reference = "adapter" if start else "off"
     if args.gradient_checkpointing:
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
+        hf.activation_checkpointing_enable({"use_reentrant": False})
     policy = Policy(args, task, model.eval(), hf, tokenizer, device, reference)
     task.prepare_model(policy)
     policy.engine = choose_engine(policy, say)
@@ -634,7 +643,7 @@ def add_adapter(hf, args, base: str, start: str | None):
         return model
     targets = args.lora_targets[0] if args.lora_targets == ("all-linear",) else list(args.lora_targets)
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, use_rslora=args.rslora, target_modules=targets,
-                             lora_dropout=0.0, task_type="CAUSAL_LM", base_model_name_or_path=base)
+                             lora_dropout=0.0, task_type="CAUSAL_LM")
     try:
         model = peft.get_peft_model(hf, config)  # LoRA weights are float32 whatever the base is
     except ValueError as error:
@@ -1013,10 +1022,10 @@ class Console:
         self.lines, self.file, self.bar = [], None, None
 
     def __call__(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.write(text)
-        else:
-            print(text, flush=True)
+        try:
+            print(text, flush=True) if self.bar is None else self.bar.write(text)
+        except BrokenPipeError:  # `| head` has seen enough; the run goes on for its folder
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         if self.file is None:
             self.lines.append(text)
         else:
@@ -1424,16 +1433,9 @@ def finish(run: Run, args, rows: list[dict], evals: list[dict], status: str, beg
 
 # ------------------------------------------------------------------------------------------------ the loop
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
     began, say, resumed = time.time(), Console(), None
-    resume_from = next((Path(argv[i + 1]) for i, word in enumerate(argv[:-1]) if word == "--resume"), None)
-    resume_from = next((Path(word[9:]) for word in argv if word.startswith("--resume=")), resume_from)
-    base = read_run_config(resume_from) if resume_from else {}
-    args, sources, command = resolve_args(argv, base)
-    for key in FIXED & base.keys():
-        if json.dumps(getattr(args, key)) != json.dumps(base[key]):
-            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: the run began with {base[key]}, and a "
-                            "resume cannot change it")
+    args, sources, command = resolve_args(sys.argv[1:] if argv is None else argv)
+    resume_from = Path(command.resume) if command.resume else None
     if command.list_presets:
         return list_presets()
     if command.print_config:
@@ -1474,7 +1476,7 @@ def main(argv: list[str] | None = None) -> int:
         run.forget_after(state["step"])
     else:
         run = Run.create(args, task, command.overwrite)
-        write_atomic(run.folder / "config.json", json.dumps(describe_run(args, sources), indent=1).encode())
+    write_atomic(run.folder / "config.json", json.dumps(describe_run(args, sources), indent=1).encode())
     say.attach(run.folder / "console.log")
     trained = sum(master.numel() for _, master in optimizer.pairs)
     say(f"{run.folder}: task {args.task}, model {args.model} on {policy.device}, {trained:,} trained weights, "
@@ -1488,7 +1490,8 @@ def main(argv: list[str] | None = None) -> int:
             metrics, records = run_evaluation(policy, task, args, 0)
             run.log_eval(0, metrics, records)
             evals.append({"step": 0, **metrics})
-            say(f"before training: held-out reward {metrics['reward']}, accuracy {metrics['accuracy']}")
+            say("before training: held-out " + ", ".join(
+                f"{k} {metrics[k]:.3f}" for k in ("reward", "accuracy") if metrics[k] is not None))
 
         for step in range(state["step"] + 1, args.steps + 1):
             clock, whole = Clock(), True
@@ -1505,6 +1508,7 @@ def main(argv: list[str] | None = None) -> int:
             whole = args.inner_epochs * args.minibatches == 1  # else a failure may leave the batch half applied
             with clock("update"):
                 row |= update(policy, optimizer, batch, args, step, state, say)
+            whole = False
 
             # 8. the task looks at what happened
             row |= task.observe(sampled)
@@ -1515,6 +1519,7 @@ def main(argv: list[str] | None = None) -> int:
             state["flat_in_a_row"] = state["flat_in_a_row"] + 1 if flat else 0
             state |= {"step": step, "task": task.state_dict(), "tokens_total": state["tokens_total"] + row["tokens"],
                       "seconds": time.time() - began}
+            whole = True
             early = 0 < args.early_stop_patience <= state["flat_in_a_row"]
             last = step == args.steps or early
 
@@ -1556,6 +1561,9 @@ def main(argv: list[str] | None = None) -> int:
         code, status = 3, f"failed: {failure}"
         if whole:
             save_checkpoint(run, policy, optimizer, state, args)
+    except Exception as error:
+        finish(run, args, rows, evals, f"crashed: {type(error).__name__}: {error}", began, say)
+        raise
     finally:
         say.bar.close()
         say.bar = None

@@ -90,17 +90,32 @@ class CustomTask(Task):
         return result
 
     def score_all(self, groups: list[list[Rollout]]) -> list[list[Score] | Exception]:
-        """One call a function for all rows. A function that fails has judged nothing: that is every group's result."""
-        rows = [rollout for group in groups for rollout in group]
+        """One call a function for all rows of the step, as TRL does.
+
+        Where that fails, a call for each row, so that a completion's fault is its own; where every row of a group
+        fails, the function is what is broken and the other groups are not tried.
+        """
+        rows = [row for group in groups for row in group]
         try:
-            values = self._call(rows) if rows else {}
-            scores = iter([self._score_row(row, {name: values[name][i] for name in values})
-                           for i, row in enumerate(rows)])
+            scores = iter(self._judge(rows))
+            return [[next(scores) for _ in group] for group in groups]
         except UserError:
             raise
         except Exception as error:
-            return [error] * len(groups)
-        return [[next(scores) for _ in group] for group in groups]
+            if len(rows) == 1:
+                return [error]
+            out: list[list[Score] | Exception] = []
+            for group in groups:
+                each = [self.score_all([[row]])[0] for row in group]
+                if all(isinstance(result, Exception) for result in each):
+                    return [error] * len(groups)
+                out.append([Score.unscorable(f"{type(r).__name__}: {r}") if isinstance(r, Exception) else r[0]
+                            for r in each])
+            return out
+
+    def _judge(self, rows: list[Rollout]) -> list[Score]:
+        values = self._call(rows) if rows else {}
+        return [self._score_row(row, {name: values[name][i] for name in values}) for i, row in enumerate(rows)]
 
     def _call(self, rows: list[Rollout]) -> dict[str, list[float | None]]:
         """Each function's values, one a row."""

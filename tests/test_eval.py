@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_task_contract import core_args, rollout
 
 import eval as evaluation
-from data import Prompt, Score, Task, UserError
+from data import Prompt, Score, Task, TrainingFailed, UserError
 from tasks.math_reasoning import MathTask
 
 
@@ -117,7 +117,7 @@ def test_a_group_that_cannot_be_scored_is_unscorable_and_all_of_them_an_error():
     one, both = [[{"broken": True}], [said(True)]], [[{"broken": True}]] * 2
     metrics, _, _ = evaluation.evaluate(Played(None), play({"eval-greedy": one}), PROMPTS)
     assert (metrics["unscorable"], metrics["accuracy"]) == (1, 1.0)
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(TrainingFailed, match="broken"):
         evaluation.evaluate(Played(None), play({"eval-greedy": both}), PROMPTS)
 
 
