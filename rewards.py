@@ -420,18 +420,22 @@ def load_reward(spec: str) -> tuple[str, float, Callable]:
     return name, float(weight) if equals else 1.0, fn
 
 
+class BadReward(ValueError):
+    """A reward function is at fault itself, whatever the completions were."""
+
+
 def call_reward(fn: Callable, prompts: list, completions: list, completion_ids: list, columns: dict[str, list],
                 trainer_state: SimpleNamespace | None = None) -> list[float | None]:
     """Calls fn as TRL does, with prompts, completions, completion_ids, trainer_state and the columns by name: all where
     it takes **kwargs, else those it names; waits for an async one. A float for each completion, None where fn gives
-    None, NaN or an infinity (it does not apply). ValueError for any other result."""
+    None, NaN or an infinity (it does not apply). BadReward for any other result."""
     name = getattr(fn, "__name__", type(fn).__name__)
     given = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids,
              "trainer_state": trainer_state or SimpleNamespace(global_step=0)}
     wanted = inspect.signature(fn).parameters.values()
     for p in wanted:
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given:
-            raise ValueError(f"reward function {name} asks for {p.name!r}, not among {', '.join(sorted(given))}")
+            raise BadReward(f"reward function {name} asks for {p.name!r}, not among {', '.join(sorted(given))}")
     if not any(p.kind is p.VAR_KEYWORD for p in wanted):
         given = {p.name: given[p.name] for p in wanted if p.name in given}
     if inspect.iscoroutine(result := fn(**given)):
@@ -439,10 +443,10 @@ def call_reward(fn: Callable, prompts: list, completions: list, completion_ids: 
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple) or len(result) != len(completions):
         what = f"{len(result)} values" if isinstance(result, list | tuple) else f"a {type(result).__name__}"
-        raise ValueError(f"reward function {name} returned {what}, not a list of {len(completions)} numbers or None")
+        raise BadReward(f"reward function {name} returned {what}, not a list of {len(completions)} numbers or None")
     values = [x.item() if hasattr(x, "item") else x for x in result]
     if wrong := [x for x in values if x is not None and type(x) not in (int, float)]:
-        raise ValueError(f"reward function {name} returned {wrong[0]!r:.80}, it must return a number or None for each")
+        raise BadReward(f"reward function {name} returned {wrong[0]!r:.80}, it must return a number or None for each")
     return [None if x is None or not math.isfinite(x) else float(x) for x in values]
 
 

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable
 
 from data import Group, Prompt, Rollout, Sampler, Score, Task, UserError, train_and_heldout
-from rewards import call_reward, equivalent, final_answer, load_reward, weighted_sum
+from rewards import BadReward, call_reward, equivalent, final_answer, load_reward, weighted_sum
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # what TRL does not pass on as a column either
 
@@ -92,8 +92,8 @@ class CustomTask(Task):
     def score_all(self, groups: list[list[Rollout]]) -> list[list[Score] | Exception]:
         """One call a function for all rows of the step, as TRL does.
 
-        Where that fails, a call for each row, so that a completion's fault is its own; where every row of a group
-        fails, the function is what is broken and the other groups are not tried.
+        Where a function raises, a call for each row, so that a completion's fault is its own; where the first eight of
+        those raise too, the function is what is broken and the others are not tried.
         """
         rows = [row for group in groups for row in group]
         try:
@@ -102,16 +102,22 @@ class CustomTask(Task):
         except UserError:
             raise
         except Exception as error:
-            if len(rows) == 1:
-                return [error]
-            out: list[list[Score] | Exception] = []
-            for group in groups:
-                each = [self.score_all([[row]])[0] for row in group]
-                if all(isinstance(result, Exception) for result in each):
+            return [error] * len(groups) if isinstance(error, BadReward) else self._judge_each(groups, error)
+
+    def _judge_each(self, groups: list[list[Rollout]], error: Exception) -> list[list[Score] | Exception]:
+        out, tried, failed = [], 0, 0
+        for group in groups:
+            out.append([])
+            for row in group:
+                try:
+                    out[-1] += self._judge([row])
+                except Exception as own:
+                    failed += 1
+                    out[-1].append(Score.unscorable(f"{type(own).__name__}: {own}"))
+                tried += 1
+                if tried == failed == 8:
                     return [error] * len(groups)
-                out.append([Score.unscorable(f"{type(r).__name__}: {r}") if isinstance(r, Exception) else r[0]
-                            for r in each])
-            return out
+        return out
 
     def _judge(self, rows: list[Rollout]) -> list[Score]:
         values = self._call(rows) if rows else {}

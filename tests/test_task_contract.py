@@ -9,6 +9,7 @@ import pytest
 
 import data
 from data import Group, Prompt, Rollout, Score, load_task
+from rewards import equivalent
 
 REWARDS = '''
 def length(completions, **columns):
@@ -114,6 +115,7 @@ def test_a_group_gets_one_score_a_rollout(task):
 def test_a_hostile_completion_is_scored_within_a_second(task, text):
     prompt = task.prompts(1)[0]
     task.score([rollout(prompt, "warm up")])
+    assert equivalent(r"\sqrt{8}", r"2\sqrt{2}")  # its process takes seconds to start, once
     rollouts = [rollout(prompt, text, "length"), rollout(prompt, "ordinary")]
     start = time.perf_counter()
     scores = task.score(rollouts)
