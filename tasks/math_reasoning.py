@@ -61,8 +61,8 @@ class MathTask(Task):
             raise UserError("--sampling-alpha and --math-max-level must be 0 or more")
         self.left_out: Counter[str] = Counter()  # records filtered by choice, by reason
         self.unequal: list[str] = []  # golds that the scorer would not accept as their own answer
-        if args.data:  # the process that compares symbols takes seconds to start: meanwhile the model loads
-            threading.Thread(target=equivalent, args=(r"\sqrt{8}", r"2\sqrt{2}"), daemon=True).start()
+        # The process that compares symbols takes seconds to start: meanwhile the model loads.
+        threading.Thread(target=equivalent, args=(r"\sqrt{8}", r"2\sqrt{2}"), daemon=True).start()
         train, self.held = self._load()
         train = self._without_heldout(train)
         if not train and args.data != args.eval_data:
