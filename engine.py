@@ -151,70 +151,46 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None)
 class Cache:
     """Keys and values of many rows, (B, K, S, d) a layer, fed with any number of new tokens a row. A plan."""
 
-    def __init__(self, capacity: int, device):
+    def __init__(self, rows: int, capacity: int, device):
         self.capacity, self.device = capacity, device
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.length = torch.zeros(0, dtype=torch.long)
+        self.length = torch.zeros(rows, dtype=torch.long)
 
-    def feed(self, hf, tokens: list[list[int]]) -> Tensor:
-        """Feed new tokens to the first len(tokens) rows; returns the hidden state (b, D) after each row's last."""
-        counts = torch.tensor([len(row) for row in tokens])
-        if len(self.length) < len(tokens):
-            self.length = F.pad(self.length, (0, len(tokens) - len(self.length)))
-        return self._feed(hf, torch.tensor([t for row in tokens for t in row]), counts)
-
-    def step(self, hf, tokens: Tensor) -> Tensor:
-        """Feed one token (b,) to each of the first b rows; returns hidden states (b, D)."""
-        return self._feed(hf, tokens, torch.ones(len(tokens), dtype=torch.long))
-
-    def _feed(self, hf, ids: Tensor, counts: Tensor) -> Tensor:
-        b, m = len(counts), int(counts.max())
-        start = self.length[:b].clone()
-        row = torch.repeat_interleave(torch.arange(b), counts)
-        at = torch.arange(len(row)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        position = (start[row] + at).clamp(max=self.capacity - 1)  # where only a row that ended can be
-        self.length[:b] = (start + counts).clamp(max=self.capacity)
-        self.seen, self.m, self.b = int(self.length[:b].max()), m, b
+    def feed(self, hf, ids: Tensor, counts: Tensor) -> Tensor:
+        """Feed new tokens, ids (N,), of which row i gets counts[i]; returns the hidden state (B, D) after each last."""
+        start, row = self.length, torch.repeat_interleave(torch.arange(len(counts)), counts)
+        ends = counts.cumsum(0)
+        at = torch.arange(len(row)) - (ends - counts)[row]
+        position = (start[row] + at).clamp(max=self.capacity - 1)  # beyond is only a row that ended
+        self.length = (start + counts).clamp(max=self.capacity)
+        self.seen, self.m = int(self.length.max()), int(counts.max())
         self.row, self.at, self.position = (x.to(self.device) for x in (row, at, position))
-        last = (counts.cumsum(0) - 1).to(self.device)
-        at_most = (start[:, None] + torch.arange(m)).to(self.device)  # (b, m) position of each query, padded ones too
-        self.distance = at_most[:, None, :, None] - torch.arange(self.seen, device=self.device)
-        return planned_forward(hf, ids.to(self.device), self.position, self)[last]
+        asking = (start[:, None] + torch.arange(self.m)).to(self.device)  # (B, m), padded queries too
+        self.distance = asking[:, None, :, None] - torch.arange(self.seen, device=self.device)
+        return planned_forward(hf, ids.to(self.device), self.position, self)[(ends - 1).to(self.device)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """q (H, N, d), k and v (K, N, d) of the new tokens -> (N, H, d)."""
         if layer not in self.layers:
-            shape = (self.b, k.shape[0], self.capacity)
-            self.layers[layer] = (k.new_zeros(*shape, k.shape[-1]), v.new_zeros(*shape, v.shape[-1]))
+            rows = len(self.length)
+            self.layers[layer] = tuple(x.new_zeros(rows, len(x), self.capacity, x.shape[-1]) for x in (k, v))
         keys, values = self.layers[layer]
         keys[self.row, :, self.position] = k.transpose(0, 1)
         values[self.row, :, self.position] = v.transpose(0, 1)
-        mask = self.distance >= 0
-        if window:
-            mask = mask & (self.distance < window)
-        if self.m == 1:
-            queries = q.transpose(0, 1)[:, :, None]
-        else:
-            queries = q.new_zeros(self.b, self.m, q.shape[0], q.shape[-1])
+        mask = (self.distance >= 0) & (self.distance < window) if window else self.distance >= 0
+        queries = q.transpose(0, 1)[:, None]
+        if self.m > 1:
+            queries = q.new_zeros(len(self.length), self.m, len(q), q.shape[-1])
             queries[self.row, self.at] = q.transpose(0, 1)
-            queries = queries.transpose(1, 2)
-        out = attend(queries, keys[: self.b, :, : self.seen], values[: self.b, :, : self.seen], mask, scaling)
+        out = attend(queries.transpose(1, 2), keys[:, :, : self.seen], values[:, :, : self.seen], mask, scaling)
         return out[self.row, self.at]
 
     def arrange(self, index: list[int]) -> None:
         """Row i becomes what row index[i] was: expansion over a group, removal and reordering alike."""
-        picked = torch.tensor(index)
-        seen = int(self.length.max())
+        picked, seen = torch.tensor(index), int(self.length.max())
         self.length = self.length[picked]
-        picked = picked.to(self.device)
-        for layer, pair in self.layers.items():
-            new = []
-            for old in pair:
-                fresh = old.new_empty(len(index), *old.shape[1:])
-                fresh[:, :, :seen] = old[picked, :, :seen]
-                fresh[:, :, seen:] = 0  # masked, but a NaN there would spread
-                new.append(fresh)
-            self.layers[layer] = tuple(new)
+        self.layers = {layer: tuple(F.pad(old[picked.to(self.device), :, :seen], (0, 0, 0, self.capacity - seen))
+                                    for old in pair) for layer, pair in self.layers.items()}
 
 
 def choose_engine(policy, say) -> str:
@@ -222,29 +198,24 @@ def choose_engine(policy, say) -> str:
     args, hf = policy.args, policy.hf
     if args.engine == "generate":
         return "generate"
-    rng = np.random.default_rng(0)
-    prompts = [Prompt("check"), Prompt("check")]
     vocabulary = min(hf.get_output_embeddings().weight.shape[0], len(policy.tokenizer))
-    heads = [rng.integers(vocabulary, size=size).tolist() for size in (5, 9)]
-    rows = [Rollout(prompts[i], list(heads[i]), [], [], [], [], "", []) for i in (0, 0, 1, 1)]
+    ids = np.random.default_rng(0).integers(vocabulary, size=14).tolist()
+    rows = [Rollout(p, list(p.meta["ids"]), [], [], [], [], "", [])
+            for p in (Prompt("", meta={"ids": ids[:5]}), Prompt("", meta={"ids": ids[5:]})) for _ in range(2)]
     try:
         models = [hf] + [policy.reference] * isinstance(policy.reference, torch.nn.Module)
-        able = [install_attention(model) for model in models]
-        if not all(able):
+        if not min(install_attention(model) for model in models):
             raise NotImplementedError(f"its attention is {hf.config._attn_implementation}")
-        logps = []
         with torch.no_grad():
             draws = Draws(rows, [6] * 4, torch.full((4, 6), 0.5), policy, 1.0)
             draws.stop = draws.stop[:0]
             decode(policy, rows, draws)
             draws.write(rows, policy)
-            for engine in ("generate", "fast"):
-                policy.engine = engine
+            logps = [draws.logp]
+            for policy.engine in ("fast", "generate"):
                 logps.append(token_logps(policy, hf, [Row(row, 0.0) for row in rows], 1.0)[0])
-        logps.append(draws.logp.to(logps[0].dtype))
-        gap = max((logps[0] - other).abs().mean().item() for other in logps[1:])
-        half = next(hf.parameters()).dtype in (torch.bfloat16, torch.float16)
-        if not gap < (0.05 if half else 1e-3):
+        gap = max((logps[-1] - other).abs().mean().item() for other in logps[:-1])
+        if not gap < (0.05 if next(hf.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-3):
             raise NotImplementedError(f"log-probabilities differ by {gap:.2g}")
         return "fast"
     except (NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
@@ -303,9 +274,11 @@ def decode(policy, rows: list[Rollout], draws: Draws) -> None:
     first: dict[tuple, int] = {}  # rows of one prompt are fed once
     share = [first.setdefault((id(row.prompt), *row.ids), len(first)) for row in rows]
     distinct = [rows[share.index(i)] for i in range(len(first))]
-    cache = Cache(min(policy.context, max(len(row.ids) for row in rows) + draws.tokens.shape[1]), policy.device)
+    capacity = min(policy.context, max(len(row.ids) for row in rows) + draws.tokens.shape[1])
+    cache = Cache(len(distinct), capacity, policy.device)
     policy.task.on_forward([row.prompt for row in distinct])
-    logits = head(cache.feed(hf, [row.ids for row in distinct]))[share]
+    ids, counts = [t for row in distinct for t in row.ids], [len(row.ids) for row in distinct]
+    logits = head(cache.feed(hf, torch.tensor(ids), torch.tensor(counts)))[share]
     cache.arrange(share)
     index = alive = torch.arange(len(rows), device=policy.device)  # the batch's rows; the places that go on in it
     while True:
@@ -318,7 +291,7 @@ def decode(policy, rows: list[Rollout], draws: Draws) -> None:
             index, alive = index[alive], torch.arange(len(alive), device=policy.device)
         fed = torch.zeros_like(index)  # rows that ended and are still here are fed anything
         fed[alive] = token
-        logits = head(cache.step(hf, fed))
+        logits = head(cache.feed(hf, fed, torch.ones(len(fed), dtype=torch.long)))
 
 
 class OnlyChoice:
