@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -311,20 +312,21 @@ def _read_file(path: Path, bad: BadRecords) -> Iterator[tuple[dict, str]]:
         else:
             with path.open("rb") as magic:
                 opener = gzip.open if magic.read(2) == b"\x1f\x8b" else open
-            lines = opener(path, "rt", encoding="utf-8", errors="replace")
+            lines = opener(path, "rt", encoding="utf-8-sig", errors="replace")
         for number, line in enumerate(lines, 1):
             if isinstance(line, str) and not line.strip():
                 continue
             bad.total += 1
             try:
                 record = json.loads(line) if isinstance(line, str) else line
+                json.dumps(record, ensure_ascii=False, default=str).encode()  # half a surrogate pair is no text
             except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict):
                 yield record, f"line {number}"
             else:
                 bad.add("not a JSON object", f"line {number}")
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 

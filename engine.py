@@ -13,6 +13,7 @@ V vocabulary, H query heads, K key heads, d head size, D hidden; lower case b an
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 
@@ -343,7 +344,10 @@ def merged_lora(policy):
     layers = [m for m in policy.model.modules() if hasattr(m, "lora_A") and hasattr(m, "get_base_layer")]
     layers = [m for m in layers if "default" in m.lora_A and not m.disable_adapters]
     weights = [m.get_base_layer().weight for m in layers]
-    if policy.engine != "fast" or not all(w.dtype == torch.float32 and w.is_floating_point() for w in weights):
+    owners = collections.Counter(id(p) for _, p in policy.model.named_parameters(remove_duplicate=False))
+    plain = all(w.dtype == torch.float32 and owners[id(w)] == 1 and not m.lora_variant.get("default")
+                and not m.lora_bias.get("default") for m, w in zip(layers, weights, strict=True))
+    if policy.engine != "fast" or not plain:
         yield
         return
     saved = [w.data for w in weights]

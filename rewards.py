@@ -38,16 +38,20 @@ STEP_LINE = re.compile(r"(?im)^[ \t*#>_-]*step[ \t]+\d+[ \t*_]*:")
 INSIDE = r"(?:[^{}\\]|\\.|\{" * 5 + r"[^{}]*" + r"\})*" * 5  # braces in braces
 BOX = re.compile(rf"\\(?:boxed|fbox)\s{{0,9}}\{{({INSIDE})\}}", re.S)
 BETWEEN_BOXES = re.compile(r"(?:[\s,;$&]|and|or|\\text\{|\}|\\q?quad|\\.){0,40}")
-ANSWER_IS = re.compile(r"####(?=\s*[-+\u2212$\\(.\d])|(?i:\banswers?\b[^\n:=.]{0,60}?(?:\b(?:is|are)\b[ \t]*:?|[:=]))")
+ANSWER_IS = re.compile(r"####(?=\s*[-+\u2212$\\(.\d])"
+                       r"|(?i:\banswers?\b[^\n:=.]{0,60}?(?:\b(?:is|are|be)\b[ \t]*:?|[:=]))")
 VALUE_IS = re.compile(r"=|\b(?:is|are|equals|[Ss]o)\b:?")
 MARKED = re.compile(r"(?i)####|\\boxed|\\fbox|\banswers?\b")
 SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s+|$)|\n+")
 BOLD = re.compile(r"(?<![\w)*])\*\*(\S(?:[^*\n]{0,200}\S)?)\*\*(?!\w)")
+SCALE = (r"(?:hundred|thousand|million|billion|trillion|dozen|hal(?:f|ves)|thirds|fourths|fifths|\w+dths|tenths"
+         r"|factorial|squared$|cubed$|remainder)\b")  # words that change the value before them: no units
 NUMBER = re.compile(  # that stands alone: an operand, an index, an argument or a part of a word is nobody's answer
-    r"(?<![\w.,^*/_{}\\+-])(?<![\^*/+] )(?<!\w\()(?<!\d[-\u2212] )(?:(?<!\d )[-+\u2212])?(?:\\?\$)?[-\u2212]?"
+    r"(?<![Nn]egative )(?<![Mm]inus )(?<![\w.,^*/_{}\\+-])(?<![\^*/+] )(?<!\w\()(?<!\d[-\u2212] )"
+    r"(?:(?<!\d )[-+\u2212])?(?:\\?\$)?[-\u2212]?"
     r"(?:(?:\d+ ?)?\\[dt]?frac\{-?\d{1,40}\}\{\d{1,40}\}|\d+ \d+/\d+|\d+/\d+"
     r"|(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?)(?:\s?\\?%)?"
-    r"(?!\w|[.,]\d|\s*(?:[\^_{}!+/]|\*+\s*[\w(\\]|\(|\\[a-z])|\)!)")
+    r"(?!\w|[.,]\d|\s*(?:[\^_{}!+/]|\*+\s*[\w(\\]|\((?![A-Za-z]{2,} )|\\[a-z])|\)!|\s+(?i:" + SCALE + "))")
 
 
 def final_answer(text: str, strict: bool = False) -> str | None:
@@ -60,8 +64,9 @@ def final_answer(text: str, strict: bool = False) -> str | None:
             return found
     if (boxed := _last_boxes(text)) or strict:
         return boxed
-    if (anchors := [m.end() for m in ANSWER_IS.finditer(text)]) and (said := text[anchors[-1]:][:1000].strip(" \t\n*")):
-        said = _bare(SENTENCE_END.split(BOLD.sub(r"\1", said), maxsplit=1)[0])
+    anchors = [m.end() for m in ANSWER_IS.finditer(text)]
+    if anchors and (said := BOLD.sub(r"\1", text[anchors[-1]:][:1000]).strip(" \t\n*")):
+        said = _bare(SENTENCE_END.split(said, maxsplit=1)[0])
         return said if _is_math(said) or "\\begin" in said else (NUMBER.findall(said) or [said])[0]
     if _is_math(text):
         return _bare(text)
@@ -101,32 +106,46 @@ SIGNS = {"**": "^", "<=": "≤", ">=": "≥", "!=": "≠", "==": "=", "\\{": "�
          "²": "^2", "³": "^3", "√": "\\sqrt ", "½": " 1/2", "¼": " 1/4", "¾": " 3/4"}
 SIGN = re.compile(r"(?<!\\)(?:" + "|".join(map(re.escape, SIGNS)) + ")")
 STYLE = r"\\(?:text(?:bf|it|rm|normal)?|mbox|hbox|math(?:rm|bf|it|sf)|operatorname)\s*\{"  # behind a value: its unit
-WORD = (r"(?:(?!sqrt|frac|sinh?\b|cosh?\b|tanh?\b|theta\b|alpha\b|beta\b)[a-z]{4,}|[ckm]m|[km]?g|ft|in|lbs?|oz|mph|hrs?"
-        r"|min|secs?|[ap]\.?m\b\.?|of|per|sq|the|all|cup|men|day|ml|usd|km/h|m/s|m|s)")
+WORD = (rf"(?:(?!{SCALE})(?!sqrt|frac|sinh?\b|cosh?\b|tanh?\b|theta\b|alpha\b|beta\b)[a-z]{{4,}}"
+        r"|[ckm]m|[km]?g|ft|in|lbs?|oz|mph|hrs?|min|secs?|[ap]\.?m\b\.?|of|per|sq|the|all|cup|men|day|ml|usd|km/h|m/s|m|s)")
 UNIT = re.compile(rf"(?i)(?<=[\d)}}°])(?:\s+|(?=[a-z]{{2}})|[-/])\(?{WORD}"
                   rf"(?:[\s/-]+{WORD}){{0,6}}(?: *\^\s*\{{?[23]\}}?)?\)?$")
+
+
+WRAPPED = re.compile(rf"{STYLE}({INSIDE})\}}\.?", re.S)
+POWER = {"hundred": "10^2", "thousand": "10^3", "million": "10^6", "billion": "10^9", "trillion": "10^12",
+         "dozen": "12"}
+MULTIPLE = re.compile(rf"(?i)(?<![\d.,])(\d{{1,9}}(?:\.\d{{1,9}})?)\s*(?:\\text\{{\s*|\s)({'|'.join(POWER)})\b\}}?")
 
 
 @lru_cache(maxsize=16_384)
 def _clean(s: str) -> str:
     s = re.sub(r"\\+\$", "", s).translate(CHARACTERS).strip()
+    while m := WRAPPED.fullmatch(s):
+        s = m[1].strip()
+    if re.fullmatch(r"\{[^{}\\]*,[^{}]*\}", s):
+        s = f"⦃{s[1:-1]}⦄"
+    s = re.sub(r"(?i)(?<![\d)] )\b(?:negative|minus)\s+(?=[\d.\\])", "-", s)
+    s = MULTIPLE.sub(lambda m: f"{m[1]}*{POWER[m[2].lower()]}", s)
     s = s.replace("\\\\", "¦" if "\\begin" in s else "\\")  # a JSON escape too many
-    s = re.sub(r"\b[pb]?matrix|array\}\{[lcr|]*", "pmatrix", re.sub(r"\\[!,]\s*", "", s))
+    s = re.sub(r"\b[pb]?matrix|array\}\{[lcr|]*|(?<=\\end\{)array", "pmatrix", re.sub(r"\\[!,]\s*", "", s))
     s = re.sub(r"\\[;: ()\[\]]|~", " ", SIGN.sub(lambda m: SIGNS[m[0]], s))
     s = re.sub(rf"(?<=[\d)}}°])\s*{STYLE}(?!\s*(?:and|or|,|percent|%)\s*}})[^{{}}]*}}(?: *\^\s*\{{?[23]\}}?)?", "", s)
     s = re.sub(r"\\mathbb\s*\{?\s*R\s*\}?", "(-∞,∞)", re.sub(STYLE + r"([^{}]*)\}", r" \1 ", s))
     s = re.sub(r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0]), s)
+    if not re.search(r"[()\[\]⦃⦄]", s):  # in brackets a comma separates, outside `1,234` is a number
+        s = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)", lambda m: m[0].replace(",", ""), s)
     s = re.sub(r"(?i)(?:\s*,)?\s*\b(?:and|or)\b\s*", ",", re.sub(r"\^\s*(?:\{\s*°\s*\}|°)", "°", s))
     s = re.sub(r"(?i)\s*\b(?:percent(?:age)?|per cent|pct)\b", "%", re.sub(r"(?i)\binf(?:inity)?\b", "∞", s))
+    s = re.sub(r"(?<![\w)}])\+ ?(?=∞)", "", re.sub(r"°\s*[CF]\b", "°", s))
     s = UNIT.sub("", s.strip().rstrip(".,;").strip()).strip()
     s = re.sub(r"(\d+(?:\.\d+)?)\s*°", r"(\1*π/180)" if re.search("sin|cos|tan|cot|sec|csc", s) else r"\1", s)
-    if not re.search(r"[()\[\]⦃⦄]", s):  # in brackets a comma separates, outside `1,234` is a number
-        s = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda m: m[0].replace(",", ""), s)
     s = re.sub(r"(?<![\d.])\d{1,3}(?: \d{3})+(?![\d/ ])", lambda m: m[0].replace(" ", ""), s)
     return re.sub(r"\s*([^\w\s])\s*", r"\1", re.sub(r"_\{(\w)\}", r"_\1", " ".join(s.split())))
 
 
-NAME = re.compile(r"[^A-Za-z]+|\\?[A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z,]+\))?|[A-Za-z ]{2,60}|\([A-Za-z,]+\)")
+NAME = re.compile(
+    r"[^A-Za-z]+|(?:\\[A-Za-z]+|[A-Za-z])(?:_\{?\w+\}?)?(?:\([A-Za-z,]+\))?|[A-Za-z ]{2,60}|\([A-Za-z,]+\)")
 RANGE = re.compile(r"(?:([^<≤>≥=≠,]+)([<≤]))?(\\?[A-Za-z]+(?:_\w+)?)(?:([<≤])([^<≤>≥=≠,]+))?")
 REAL = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
 SCIENTIFIC = re.compile(r"^(-?[\d.]+)\*10\^\{?(-?\d{1,3})\}?$")
@@ -176,14 +195,28 @@ def _shape(s: str) -> tuple[str, list, str]:
 def _unnamed(s: str) -> str:
     """The value of `x=5`, `5=x` or `2+3=5`, all else as it is."""
     sides, several = _split(s, "="), len(_split(s, ",;∪<>≤≥≠")) > 1
+    if sides[0] == "":  # ≈5
+        return sides[-1]
+    p, q = _exact(sides[0]), _exact(sides[-1])
+    if p and q and p[1] == q[1] and abs(p[0] - q[0]) > abs(q[0]) / 100:  # 6=5 says neither
+        return s
     named = [not several and NAME.fullmatch(x) for x in (sides[0], sides[-1])]
+    named[1] = named[1] and re.search("[A-Za-z]", sides[-1])
     return sides[-1] if named[0] else sides[0] if named[1] else s
+
+
+MATRIX = re.compile(r"[(\[]?\\begin\{pmatrix\}(.*?)\\end\{pmatrix\}[)\]]?")
 
 
 def _same(a: str, g: str) -> bool:
     """Whether a cleaned answer equals a cleaned gold."""
     if a == g:
         return a != ""
+    if "\\begin" in a or "\\begin" in g:
+        (x, y) = (MATRIX.fullmatch(_unnamed(z)) for z in (a, g))
+        rows = [[row.split("&") for row in z[1].strip("¦ ").split("¦")] for z in (x, y) if z]
+        return len(rows) == 2 and [*map(len, rows[0])] == [*map(len, rows[1])] and all(
+            _same(p.strip(), q.strip()) for r, t in zip(*rows, strict=True) for p, q in zip(r, t, strict=True))
     if ("=" in a) != ("=" in g):
         a, g = _unnamed(a), _unnamed(g)
     (a_open, a_parts, a_close), (g_open, g_parts, g_close) = _shape(a), _shape(g)
@@ -216,6 +249,8 @@ def _same_thing(a: str, g: str) -> bool:
 
 def _is_math(text: str) -> bool:
     s = _unnamed(_clean(text)) if len(text) <= LONGEST else ""
+    if MATRIX.fullmatch(s):
+        return True
     parts = _shape(s)[1]
     return bool(_exact(s) or _latex(s)) if parts == [s] else all(map(_is_math, parts))
 
@@ -228,6 +263,7 @@ KNOWN = "|".join([*FUNCTIONS, *GREEK, "pi"])
 TOKEN = re.compile(rf"(?:\\?({KNOWN})|([A-Za-zπ∞≤≥≠]))(?:_(\w|\{{\w{{1,9}}\}}))?|[^\s\d.+*/^=<>|!(){{}}\[\]-]")
 REFUSED = re.compile(  # words; huge powers, towers, factorials, binomials; numbers side by side
     r"(?<![\\A-Za-z])(?i:is|it|so|he|we|if|to|of|at|in|on|be|she|has|the|are|was|for|her|get|not)(?![A-Za-z])|.{161}"
+    rf"|(?<![\\A-Za-z])(?>{KNOWN})(?!{KNOWN})[a-z]{{2}}"
     rf"|^[A-Za-z .'’-]*[A-Za-z]{{3}}[A-Za-z .'’-]*$|(?<![A-Za-z])(?!{KNOWN})[A-Za-z]{{4}}"
     r"|\^\{-?\d{4}|\^\{[^{}]*(?:\d\}?|\})\^|(?:\d{4}|[5-9]\d\d)!|\W!|\\binom(?!(?:\{\w{1,3}\}){2})"
     r"|\d(?<!_\d) \.?\d|[)\]]\.?\d|(?<![A-Za-z\\])[A-Za-z] ?\d|=.*=|[-+*/^=]$|^$")
@@ -345,7 +381,18 @@ def equivalent(answer: str | None, gold: str) -> bool:
 def _equivalent(answer: str, gold: str) -> bool:
     a, g = _clean(answer), _clean(gold)  # if words, perhaps a sentence for a mathematical gold
     return gold != "" and (answer == gold or _same(a, g) or not _is_math(answer) and _is_math(gold)
-                           and _same(_clean(final_answer(answer) or ""), g))
+                           and not CODE.search(answer) and _same(_clean(_only_value(answer)), g))
+
+
+CODE = re.compile(rf"\\begin|&|__|[(=]\s*[\"'`]|\b(?:lambda|import)\b|(?<![\\A-Za-z])(?!(?:{KNOWN})\()[A-Za-z]\w+\(")
+
+
+def _only_value(text: str) -> str:
+    """What a sentence says, "" where its last part names several numbers (`5 (not 4)`, `1 2 3`): that is a list."""
+    last = next((s for s in reversed(SENTENCE_END.split(text)) if re.search(r"\d", s)), "")
+    last = last[max((m.end() for m in VALUE_IS.finditer(last)), default=0):]
+    said = final_answer(text) or ""
+    return "" if NUMBER.fullmatch(said) and len(set(NUMBER.findall(last))) > 1 else said
 
 
 def check_golds(golds: Iterable[str]) -> list[str]:

@@ -52,6 +52,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars; ours says for
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what --deterministic needs on CUDA
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
+import jinja2
 import numpy as np
 import torch
 import transformers
@@ -532,9 +533,13 @@ class Policy:
         if self.tokenizer.chat_template is None:
             raise UserError(f"the tokenizer of {self.args.model} has no chat template; give one with --chat-template "
                             "FILE, or plain-text prompts")
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation, tools=prompt.meta.get("tools"),
-            **self.task.template_kwargs)
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation, tools=prompt.meta.get("tools"),
+                **self.task.template_kwargs)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise UserError(f"the chat template of {self.args.model} refuses a prompt that begins with "
+                            f"{str(messages[0])[:80]}: {error}; give another with --chat-template") from error
 
     def fits(self, prompt: Prompt) -> bool:
         """Whether a prompt leaves room for a completion."""
@@ -638,7 +643,7 @@ def add_adapter(hf, args, base: str, start: str | None):
 
     if start:
         model = or_user_error(start, lambda: peft.PeftModel.from_pretrained(hf, start, is_trainable=True))
-        model.load_adapter(start, adapter_name="reference", is_trainable=False)
+        or_user_error(start, lambda: model.load_adapter(start, adapter_name="reference", is_trainable=False))
         model.set_adapter("default")
         return model
     targets = args.lora_targets[0] if args.lora_targets == ("all-linear",) else list(args.lora_targets)
@@ -1240,7 +1245,8 @@ def newest_checkpoint(folder: Path, say) -> Path:
 def load_checkpoint(policy: Policy, optimizer: Optimizer, path: Path) -> dict:
     """Weights, optimizer and state from a checkpoint; the reference stays what the run began from."""
     if policy.model is policy.hf:
-        saved = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=policy.hf.dtype)
+        saved = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=policy.hf.dtype, trust_remote_code=policy.args.trust_remote_code)
         policy.hf.load_state_dict(saved.state_dict())
     else:
         import peft

@@ -163,7 +163,8 @@ def convert(record: dict) -> Prompt:
     if prompt is None or prompt == "" or prompt == []:
         raise ValueError("no prompt")
     if isinstance(prompt, list):
-        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in prompt):
+        if not all(isinstance(m, dict) and isinstance(m.get("role"), str)
+                   and isinstance(m.get("content"), str | list) for m in prompt):
             raise ValueError("prompt is a list, but not of messages with role and content")
     elif not isinstance(prompt, str):
         raise ValueError("prompt is neither text nor a list of messages")

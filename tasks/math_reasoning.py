@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import threading
 from collections import Counter
@@ -215,7 +216,7 @@ class MathTask(Task):
 # ---- records
 def question_and_gold(record: dict) -> tuple[str, str]:
     """The question and gold answer of a GSM8K, MATH, chat or plain record. Raises ValueError(reason) without them."""
-    if "messages" in record:
+    if record.get("messages") is not None:
         question, gold = _chat_question_and_gold(record["messages"])
     else:
         question = next((record[key] for key in ("question", "problem", "prompt") if record.get(key)), None)
@@ -228,7 +229,8 @@ def question_and_gold(record: dict) -> tuple[str, str]:
         raise ValueError("question is not text")
     if gold is None:
         raise ValueError("no gold")
-    if isinstance(gold, bool) or not isinstance(gold, (str, int, float)):
+    if isinstance(gold, bool) or not isinstance(gold, (str, int, float)) or (
+            isinstance(gold, float) and not math.isfinite(gold)):
         raise ValueError("gold is neither text nor a number")
     question, gold = question.strip(), str(gold).strip()
     if "####" in gold:  # GSM8K: the solution, then '#### 1,234'

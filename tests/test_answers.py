@@ -833,7 +833,7 @@ VARIANTS = {
     "dfrac": lambda a: a.replace("\\frac", "\\dfrac"),
     "frac": lambda a: a.replace("\\dfrac", "\\frac"),
     "spaced": lambda a: f"  {a.replace('+', ' + ')} ",
-    "text": lambda a: f"\\text{{{a}}}" if not set(a) & set("\\{$") else a,
+    "text": lambda a: f"\\text{{{a}}}",
     "period": lambda a: a + ".",
     "dollars": lambda a: f"${a}$",
     "parens": lambda a: f"\\({a}\\)",
@@ -935,3 +935,26 @@ def test_number(text, value):
 )
 def test_partial_credit(answer, gold, credit):
     assert partial_credit(answer, gold) == pytest.approx(credit)
+
+
+@pytest.mark.parametrize("answer, gold", [
+    (r"\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}", "16"), (r'\boxed{eval("5")}', "5"),
+    (r"\boxed{lambda: 5}", "5"),
+    ("().__class__.__base__.__subclasses__()[5]", "5"), ("import os; 5", "5"), ("Final Answer: 5 (not 4)", "4"),
+    ("1 2 3 4", "4"),
+    ("either 5 or 4", "4"), ("5 = 4", "4"), ("4 thousand", "4"), ("4 dozen", "4"), ("negative 4", "4"),
+    ("minus 4", "4"), ("3x-y+13=0", "3x-y+13"), ("2x+3=7", "2x+3"), ("the answer is 42 (checked 7 ways).", "7"),
+])
+def test_a_number_inside_something_else_is_not_the_answer(answer, gold):
+    assert not equivalent(answer, gold) and not equivalent(final_answer(answer, strict=True), gold)
+
+
+@pytest.mark.parametrize("answer, gold", [
+    ("$1.5 million", "1500000"), ("2 dozen", "24"), ("negative 4", "-4"), ("1,331 and 1,728", "1331 and 1728"),
+    ("{1331, 1728}", "1331 and 1728"), ("The correct answer is **C**.", "C"), ("it costs $29", "29"),
+    (r"\theta=90^\circ", "90"), ("29 °C", "29"), (r"(3,+\infty)", r"(3,\infty)"),
+    (r"\begin{pmatrix}-\frac{1}{3}\\\frac53\end{pmatrix}", r"\begin{pmatrix} -1/3 \\ 5/3 \end{pmatrix}"),
+    ("the answer is 42 (checked 7 ways).", "42"), ("So the answer must be 42. I tried 7.", "42"),
+])
+def test_words_signs_and_asides_around_a_value_do_not_hide_it(answer, gold):
+    assert equivalent(final_answer(answer), gold)
