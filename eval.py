@@ -72,6 +72,9 @@ def judge(task: Task, rollouts: list[list[Rollout]]) -> list[Group]:
     for rows, scores in zip(rollouts, task.score_all(rollouts), strict=True):
         if isinstance(scores, Exception):
             scores = [Score.unscorable(f"{type(scores).__name__}: {scores}") for _ in rows]
+        if len(scores) != len(rows) or not all(isinstance(score, Score) for score in scores):
+            raise TrainingFailed(f"{type(task).__name__}.score must return one data.Score for each of {len(rows)} "
+                                 f"rollouts, it returned {str(scores):.100}")
         scores = [score if score.reward is None or math.isfinite(score.reward)
                   else Score.unscorable("the reward is not finite") for score in scores]
         groups.append(Group(rows[0].prompt, rows, scores))

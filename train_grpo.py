@@ -337,7 +337,7 @@ def resolve_args(argv: list[str], base: dict | None = None) -> tuple[Any, dict[s
         task = task or check_type("task", values.get("task", ""), str, where)
     reward = given.get("reward") or any(values.get("reward") for _, values in layers)
     task = task or ("custom" if reward else Args.task)
-    if reward and task in ("math",):
+    if reward and not issubclass(load_task(task), load_task("custom")):
         raise UserError(f"--reward is for --task custom, not for --task {task}; use --task custom")
     cls = args_class(task)
     types, command = field_types(cls), build_parser(cls).parse_args(argv)
@@ -728,7 +728,7 @@ def rows_to_train(groups: list[Group], args) -> list[Row]:
             row.weight = 1 / (sum(len(group.rollouts) for group in groups) * args.max_new)
     kept = [row for row in counted if id(row) not in leaving]
     if args.top_entropy < 1 and kept:
-        entropies = [e for row in kept for e, m in zip(row.rollout.entropy, row.rollout.mask, strict=True) if m]
+        entropies = [e for row in counted for e, m in zip(row.rollout.entropy, row.rollout.mask, strict=True) if m]
         threshold = np.nanquantile(entropies, 1 - args.top_entropy)
         for row in kept:
             row.uncertain = [e >= threshold for e in row.rollout.entropy]
@@ -1518,9 +1518,11 @@ def main(argv: list[str] | None = None) -> int:
 
             # 8. the task looks at what happened
             row |= task.observe(sampled)
-            if row["reward_mean"] is not None:
-                before = row["reward_mean"] if state["baseline"] is None else state["baseline"]
-                state["baseline"] = args.baseline_decay * before + (1 - args.baseline_decay) * row["reward_mean"]
+            seen = [s.reward for g in sampled for r, s in zip(g.rollouts, g.scores, strict=True) if usable(r, s, args)]
+            if seen:  # those that the advantages compare: what --overlong drop leaves out is no part of the baseline
+                now = float(np.mean(seen))
+                before = now if state["baseline"] is None else state["baseline"]
+                state["baseline"] = args.baseline_decay * before + (1 - args.baseline_decay) * now
             flat = row["reward_std"] is not None and row["reward_std"] < args.early_stop_std
             state["flat_in_a_row"] = state["flat_in_a_row"] + 1 if flat else 0
             state |= {"step": step, "task": task.state_dict(), "tokens_total": state["tokens_total"] + row["tokens"],
@@ -1612,6 +1614,9 @@ def run_command(command) -> typing.NoReturn:
         sys.exit(command())
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except UserError as error:
         print("error:", *str(error).splitlines(), file=sys.stderr)
         sys.exit(2)
