@@ -186,11 +186,11 @@ class Task:
 
     def demonstrations(self, prompts: list[Prompt]) -> list[list[dict]]:
         """For each prompt the messages that follow it in a worked example: the supervised warm start's data."""
-        raise UserError(f"task {type(self).__name__} has no demonstrations, so --model tiny cannot be warm-started")
+        raise UserError(f"task {type(self).__name__} has no demonstrations for --model tiny; give another --model")
 
     def demonstration_prompts(self) -> list[Prompt]:
         """The prompts that the warm start draws from (never a held-out one)."""
-        raise UserError(f"task {type(self).__name__} has no demonstrations, so --model tiny cannot be warm-started")
+        raise UserError(f"task {type(self).__name__} has no demonstrations for --model tiny; give another --model")
 
 
 def _attempt(fn: Callable, *args):

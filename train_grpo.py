@@ -709,7 +709,7 @@ def rows_to_train(groups: list[Group], args) -> list[Row]:
     """The rows of one optimizer step, each with its share of the loss.
 
     Rows outside the statistics, and truncated ones under --overlong mask, do not count. Rows whose whole group has
-    advantage 0 count in the normaliser, so leaving them out changes nothing but the time (and their KL gradient).
+    advantage 0 count in the normaliser: leaving them out changes only the time (and their KL and entropy gradients).
     """
     counted, leaving = [], set()
     for group in groups:
@@ -1434,7 +1434,7 @@ def finish(run: Run, args, rows: list[dict], evals: list[dict], status: str, beg
         plot_run.plot_run(run.folder)
     except Exception as error:  # a picture that fails must not fail the run that it shows
         say(f"the plots failed: {type(error).__name__}: {error}")
-    say(f"{status}: {run.folder}")
+    say(f"{run.folder}: {status}")
 
 
 # ------------------------------------------------------------------------------------------------ the loop
