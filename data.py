@@ -105,12 +105,17 @@ class Score:
 
 @dataclasses.dataclass
 class Group:
-    """A prompt, its rollouts, and what the step finds out about them, row by row."""
+    """A prompt, its rollouts, and what the step finds out about them, row by row.
+
+    An `auxiliary` group is one that a task adds beside the step's prompts (questions that the policy wrote): it is
+    trained without KL and stays out of the reward columns.
+    """
 
     prompt: Prompt
     rollouts: list[Rollout]
     scores: list[Score] = dataclasses.field(default_factory=list)
     advantages: list[float] = dataclasses.field(default_factory=list)
+    auxiliary: bool = False
 
 
 class Task:
@@ -133,18 +138,39 @@ class Task:
     def __init__(self, args):
         self.args = args
         self.notes: list[str] = []  # one sentence each, for the console at the start (dropped records and the like)
+        self.train: list[Prompt] = []
+        self.held: list[Prompt] = []
+        self.sampler: Sampler | None = None
+
+    def deal(self, train: list[Prompt], held: list[Prompt], alpha: float = 0.0) -> None:
+        """Make these the prompts, with a sampler begun anew; each training prompt's `meta["index"]` is its place."""
+        self.train = [dataclasses.replace(prompt, meta={**prompt.meta, "index": i}) for i, prompt in enumerate(train)]
+        self.held, self.alpha = held, alpha
+        self.sampler = Sampler(len(train), self.args.seed, alpha) if train else None
 
     def prompts(self, n: int) -> list[Prompt]:
         """The next `n` training prompts."""
-        raise NotImplementedError
+        if self.sampler is None:
+            raise UserError("no training prompts are left: those of --data are those of --eval-data")
+        return [self.train[i] for i in self.sampler.draw(n)]
 
     def heldout(self) -> list[Prompt]:
         """The fixed evaluation prompts: no training prompt is among them."""
-        raise NotImplementedError
+        return self.held
 
     def keep(self, usable: Callable[[Prompt], bool]) -> int:
         """Drop the prompts that are not `usable` (too long for the context); returns how many were dropped."""
-        return 0
+        train, held = ([prompt for prompt in some if usable(prompt)] for some in (self.train, self.held))
+        dropped = len(self.train) + len(self.held) - len(train) - len(held)
+        if self.train and not train:
+            raise UserError("no training prompt fits; check --max-prompt, --max-new and the model's context length")
+        if dropped:
+            self.deal(train, held, self.alpha)
+        return dropped
+
+    def live(self) -> int:
+        """Completions that are sampled for each prompt; fewer than --group where `regroup` adds finished ones."""
+        return self.args.group
 
     def reply(self, rollout: Rollout) -> list[dict] | None:
         """The messages that follow the policy's last turn (a tool's answer, a refinement), or None: it is over."""
@@ -158,6 +184,10 @@ class Task:
         """Judge the groups of a step; overridden where a batch is cheaper. A failure is that group's result."""
         return [_attempt(self.score, group) for group in groups]
 
+    def regroup(self, groups: list[Group]) -> list[Group]:
+        """The scored groups as the advantages see them: finished rollouts may join one, auxiliary groups may follow."""
+        return groups
+
     def observe(self, groups: list[Group]) -> dict[str, float]:
         """After the step: curriculum, critic, metrics (the names in `columns`)."""
         return {}
@@ -168,10 +198,11 @@ class Task:
 
     def state_dict(self) -> dict:
         """Everything that decides which prompts come next, as plain JSON types."""
-        return {}
+        return {"sampler": self.sampler.state_dict() if self.sampler else None}
 
     def load_state_dict(self, state: dict) -> None:
-        pass
+        if self.sampler and state["sampler"]:
+            self.sampler.load_state_dict(state["sampler"])
 
     # Where a task needs them.
     def prepare_model(self, policy) -> None:

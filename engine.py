@@ -394,6 +394,7 @@ class Row:
 
     rollout: Rollout
     advantage: float
+    anchored: bool = True  # held to the reference by the KL term
     weight: float = 0.0  # what each sampled token's loss is multiplied by: the normaliser of the optimizer step
     old: Tensor | None = None
     ref: Tensor | None = None

@@ -713,7 +713,7 @@ def rows_to_train(groups: list[Group], args) -> list[Row]:
     """
     counted, leaving = [], set()
     for group in groups:
-        rows = [Row(r, a) for r, a in zip(group.rollouts, group.advantages, strict=True)
+        rows = [Row(r, a, anchored=not group.auxiliary) for r, a in zip(group.rollouts, group.advantages, strict=True)
                 if not math.isnan(a) and r.mask and not (args.overlong == "mask" and r.truncated)]
         counted += rows
         if all(row.advantage == 0 for row in rows) and not args.kl_on_constant_groups:
@@ -803,7 +803,8 @@ def micro_loss(policy: Policy, batch: list[Row], args, temperature: float, sums:
     if batch[0].ref is not None:
         ref = torch.nn.utils.rnn.pad_sequence([row.ref for row in batch], batch_first=True)
         kl = kl_divergence(new, ref, args.kl)
-        total = total + args.beta * (kl * mask * weight).sum()
+        held = torch.tensor([row.anchored for row in batch], dtype=real, device=device)[:, None]
+        total = total + args.beta * (kl * mask * weight * held).sum()
         sums.add(kl=(kl.detach() * mask).sum())
     if entropy is not None:
         total = total - args.entropy_coef * (entropy * mask * weight).sum()
@@ -1319,25 +1320,27 @@ def collect(policy: Policy, task: Task, args, step: int, clock: Clock, stop: Sto
     kept: list[Group] = []
     sampled: list[Group] = []
     for turn in range(1 + args.dynamic_sampling):
-        prompts = task.prompts(args.prompts - len(kept))
         with clock("rollout"):
-            rolled = policy.sample(prompts, args.group, temperature_at(step, args), step, turn)
+            prompts = task.prompts(args.prompts - len(kept))
+            rolled = policy.sample(prompts, task.live(), temperature_at(step, args), step, turn)
         stop.check()
         with clock("score"):
-            groups = score_groups(task, rolled, args)
+            groups = task.regroup(score_groups(task, rolled, args))
         stop.check()
         sampled += groups
-        kept += [group for group in groups if not is_constant(group, args)]
+        kept += [group for group in groups if not (group.auxiliary or is_constant(group, args))]
         if len(kept) == args.prompts:
             break
     if not args.dynamic_sampling:
         return sampled, sampled
-    constant = [group for group in sampled if is_constant(group, args)]
-    return kept + constant[: args.prompts - len(kept)], sampled
+    constant = [group for group in sampled if is_constant(group, args) and not group.auxiliary]
+    beside = [group for group in sampled if group.auxiliary]
+    return kept + constant[: args.prompts - len(kept)] + beside, sampled
 
 
 def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, Any]:
     """What is known before the update. Rewards, accuracy and lengths are those of everything that was sampled."""
+    sampled = [group for group in sampled if not group.auxiliary]
     pairs = [(r, s) for g in sampled for r, s in zip(g.rollouts, g.scores, strict=True)]
     rewards = [s.reward for _, s in pairs if s.reward is not None]
     lengths = [sum(r.mask) for r, _ in pairs]
@@ -1518,7 +1521,8 @@ def main(argv: list[str] | None = None) -> int:
 
             # 8. the task looks at what happened
             row |= task.observe(sampled)
-            seen = [s.reward for g in sampled for r, s in zip(g.rollouts, g.scores, strict=True) if usable(r, s, args)]
+            seen = [s.reward for g in sampled if not g.auxiliary
+                    for r, s in zip(g.rollouts, g.scores, strict=True) if usable(r, s, args)]
             if seen:  # those that the advantages compare: what --overlong drop leaves out is no part of the baseline
                 now = float(np.mean(seen))
                 before = now if state["baseline"] is None else state["baseline"]

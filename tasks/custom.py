@@ -11,7 +11,7 @@ import json
 import types
 from collections.abc import Callable
 
-from data import Group, Prompt, Rollout, Sampler, Score, Task, UserError, train_and_heldout
+from data import Group, Prompt, Rollout, Score, Task, UserError, train_and_heldout
 from rewards import BadReward, call_reward, equivalent, final_answer, load_reward, weighted_sum
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # what TRL does not pass on as a column either
@@ -35,18 +35,18 @@ class CustomTask(Task):
         for spec in args.reward:
             self._add_reward(spec)
         self.parts = tuple(self.functions)
-        train, self.held, notes = train_and_heldout(args, convert)
+        train, held, notes = train_and_heldout(args, convert)
         self.notes += dict.fromkeys(notes)  # a file that is both --data and --eval-data is reported once
         # Functions get the same columns in every step, None where a record lacks one.
-        self.column_names = sorted({name for prompt in train + self.held for name in prompt.meta["columns"]})
-        held = {same_prompt(prompt) for prompt in self.held}
-        kept = [prompt for prompt in train if same_prompt(prompt) not in held]
+        self.column_names = sorted({name for prompt in train + held for name in prompt.meta["columns"]})
+        seen = {same_prompt(prompt) for prompt in held}
+        kept = [prompt for prompt in train if same_prompt(prompt) not in seen]
         if kept and len(kept) < len(train):
             self.notes.append(f"{len(train) - len(kept)} training prompts are also held-out ones and were removed")
         if not kept and args.data != args.eval_data:
             raise UserError(f"no training prompts of {args.data} are left beside the held-out ones")
         self.steps = 0  # steps observed so far: the functions' trainer_state.global_step
-        self._set_train(kept)
+        self.deal(kept, held)
 
     def _add_reward(self, spec: str) -> None:
         try:
@@ -58,30 +58,6 @@ class CustomTask(Task):
             n += 1
             unique = f"{name}_{n}"
         self.functions[unique], self.weights[unique] = function, weight
-
-    def _set_train(self, train: list[Prompt]) -> None:
-        self.train = train
-        for i, prompt in enumerate(train):
-            prompt.meta["index"] = i
-        self.sampler = Sampler(len(train), self.args.seed, alpha=0) if train else None
-
-    def prompts(self, n: int) -> list[Prompt]:
-        if self.sampler is None:
-            raise UserError("no training prompts are left: the prompts of --data are those of --eval-data")
-        return [self.train[i] for i in self.sampler.draw(n)]
-
-    def heldout(self) -> list[Prompt]:
-        return self.held
-
-    def keep(self, usable: Callable[[Prompt], bool]) -> int:
-        before = len(self.train) + len(self.held)
-        train = [prompt for prompt in self.train if usable(prompt)]
-        self.held = [prompt for prompt in self.held if usable(prompt)]
-        if self.train and not train:
-            raise UserError("no training prompt fits the model's context; shorten the prompts of --data")
-        if len(train) < len(self.train):
-            self._set_train(train)
-        return before - len(self.train) - len(self.held)
 
     def score(self, rollouts: list[Rollout]) -> list[Score]:
         result = self.score_all([rollouts])[0]
@@ -149,12 +125,11 @@ class CustomTask(Task):
         return {}
 
     def state_dict(self) -> dict:
-        return {"steps": self.steps, "sampler": self.sampler.state_dict() if self.sampler else None}
+        return {"steps": self.steps, **super().state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         self.steps = state["steps"]
-        if self.sampler and state["sampler"]:
-            self.sampler.load_state_dict(state["sampler"])
+        super().load_state_dict(state)
 
 
 def convert(record: dict) -> Prompt:

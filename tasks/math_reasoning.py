@@ -13,7 +13,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from data import (
     Group,
     Prompt,
     Rollout,
-    Sampler,
     Score,
     Task,
     UserError,
@@ -64,12 +63,12 @@ class MathTask(Task):
         self.unequal: list[str] = []  # golds that the scorer would not accept as their own answer
         # The process that compares symbols takes seconds to start: meanwhile the model loads.
         threading.Thread(target=equivalent, args=(r"\sqrt{8}", r"2\sqrt{2}"), daemon=True).start()
-        train, self.held = self._load()
-        train = self._without_heldout(train)
+        train, held = self._load()
+        train = self._without_heldout(train, held)
         if not train and args.data != args.eval_data:
             raise UserError("no training prompts are left; check --data, --math-max-level and --limit"
                             + (f" ({self._left_out()})" if self.left_out else ""))
-        self._set_train(train)
+        self.deal(train, held, args.sampling_alpha)
         if self.left_out:
             self.notes.append(f"filtered: {self._left_out()} (--math-max-level {args.math_max_level})")
         if self.unequal:
@@ -132,35 +131,12 @@ class MathTask(Task):
         problems = word_problems(part, min(count, MAX_PROBLEMS[part]))
         return [self._prompt(question, str(steps[-1][3]), steps=steps) for question, steps in problems]
 
-    def _without_heldout(self, train: list[Prompt]) -> list[Prompt]:
-        held = {same_question(prompt) for prompt in self.held}
-        kept = [prompt for prompt in train if same_question(prompt) not in held]
+    def _without_heldout(self, train: list[Prompt], held: list[Prompt]) -> list[Prompt]:
+        seen = {same_question(prompt) for prompt in held}
+        kept = [prompt for prompt in train if same_question(prompt) not in seen]
         if kept and len(kept) < len(train):
             self.notes.append(f"{len(train) - len(kept)} training questions are also held-out ones and were removed")
         return kept
-
-    def _set_train(self, train: list[Prompt]) -> None:
-        """Numbers the training prompts and starts their sampler anew; evaluation alone has none."""
-        self.train = [dataclasses.replace(prompt, meta={**prompt.meta, "index": i}) for i, prompt in enumerate(train)]
-        self.sampler = Sampler(len(train), self.args.seed, self.args.sampling_alpha) if train else None
-
-    def prompts(self, n: int) -> list[Prompt]:
-        if self.sampler is None:
-            raise UserError("no training prompts are left: the questions of --data are those of --eval-data")
-        return [self.train[i] for i in self.sampler.draw(n)]
-
-    def heldout(self) -> list[Prompt]:
-        return self.held
-
-    def keep(self, usable: Callable[[Prompt], bool]) -> int:
-        before = len(self.train) + len(self.held)
-        train = [prompt for prompt in self.train if usable(prompt)]
-        self.held = [prompt for prompt in self.held if usable(prompt)]
-        if self.train and not train:
-            raise UserError("no training prompt fits; check --max-prompt and the model's context length")
-        if len(train) < len(self.train):
-            self._set_train(train)
-        return before - len(self.train) - len(self.held)
 
     # ---- judging
     def score(self, rollouts: list[Rollout]) -> list[Score]:
@@ -195,13 +171,6 @@ class MathTask(Task):
         """Share of completions that state a final answer."""
         flags = [score.flags for group in groups for score in group.scores if "has_answer" in score.flags]
         return {"answer_share": float(np.mean([flag["has_answer"] for flag in flags]))} if flags else {}
-
-    def state_dict(self) -> dict:
-        return {"sampler": self.sampler.state_dict() if self.sampler else None}
-
-    def load_state_dict(self, state: dict) -> None:
-        if self.sampler and state["sampler"]:
-            self.sampler.load_state_dict(state["sampler"])
 
     # ---- the warm start
     def demonstration_prompts(self) -> list[Prompt]:

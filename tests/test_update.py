@@ -192,6 +192,23 @@ def test_a_constant_group_has_a_kl_gradient_only_where_it_is_asked_for(flag, mov
         assert row["policy_loss"] == 0 and row["loss"] == pytest.approx(0.1 * row["kl"]) and row["kl"] > 0
 
 
+def test_an_auxiliary_group_is_trained_without_kl():
+    def gradient_at(beta, auxiliary):
+        policy = policy_of("--overlong", "keep", "--beta", str(beta), reference=True)
+        with torch.no_grad():
+            for p in policy.model.parameters():
+                p.mul_(1.05)  # away from the reference: the KL has a gradient
+        groups = batch_of()
+        for group in groups:
+            group.auxiliary = auxiliary
+        return gradient(policy, groups, 999)[1]
+
+    plain, held = gradient_at(0.0, False), gradient_at(0.5, False)
+    apart = gradient_at(0.5, True)
+    assert any((plain[name] - held[name]).abs().max() > 1e-6 for name in plain)
+    assert all(torch.allclose(plain[name], apart[name], atol=1e-12) for name in plain)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_batch_whose_rows_are_all_masked_makes_no_update(loss):
     policy = bigram_policy(np.eye(10).tolist(), "--overlong", "mask", *loss.split())
