@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -222,6 +223,20 @@ class Task:
     def demonstration_prompts(self) -> list[Prompt]:
         """The prompts that the warm start draws from (never a held-out one)."""
         raise UserError(f"task {type(self).__name__} has no demonstrations for --model tiny; give another --model")
+
+
+def blame(error: BaseException) -> str:
+    """'TypeError: text (my_rewards.py:12)': a failure with the last place in a file that is neither ours nor a
+    library's, so in the user's own code, where it went through one."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def is_users(file: str) -> bool:
+    path, home = Path(file), Path(__file__).resolve().parent
+    return path.is_file() and "site-packages" not in path.parts and Path(json.__file__).parents[1] not in path.parents \
+        and path.resolve().parent not in (home, home / "tasks")
 
 
 def _attempt(fn: Callable, *args):

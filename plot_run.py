@@ -11,6 +11,7 @@ import fnmatch
 import json
 import math
 import os
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -291,7 +292,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smooth", type=float, default=0.8, help="weight of the moving average, 0 for none (0.8)")
     parser.add_argument("--list", action="store_true", help="print what can be drawn, and draw nothing")
     try:
-        print(*command(parser.parse_args(argv)), sep="\n")
+        print(*command(parser.parse_args(argv)), sep="\n", flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         parser.exit(2, f"plot_run: {error}\n")
 

@@ -1400,20 +1400,20 @@ def save_checkpoint(run: Run, policy: Policy, optimizer: Optimizer, state: dict,
             shutil.rmtree(old, ignore_errors=True)
 
 
-def try_to_save(run: Run, policy: Policy, optimizer: Optimizer, state: dict, args, pauses=()) -> str:
-    """Save a checkpoint, once more after each of `pauses` (seconds); gives "" or why it could not be saved."""
+def try_to_save(run: Run, what: str, save, pauses=()) -> str:
+    """Call `save`, once more after each of `pauses` (seconds); gives "" or why it could not be saved, which is said."""
     for pause in (*pauses, None):
         try:
-            save_checkpoint(run, policy, optimizer, state, args)
+            save()
             return ""
         except TrainingFailed:  # the folder is gone: no pause brings it back
             raise
         except Exception as error:  # the disk's own errors, and what torch and safetensors make of them
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
-            run.say(f"  warning: no checkpoint of step {state['step']} could be saved ({reason[:200]}); "
+            reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
+            run.say(f"  warning: {what} could not be saved ({reason}); "
                     + (f"again in {pause} s" if pause else "the newest whole one stays"))
             time.sleep(pause or 0)
-    return reason[:200]
+    return reason
 
 
 def checkpoint_bytes(policy: Policy, optimizer: Optimizer) -> int:
@@ -1748,7 +1748,12 @@ def main(argv: list[str] | None = None) -> int:
         + (f", resumed at step {state['step']}" if command.resume else ""))
     for sentence in resume_notes(args, config, state) if command.resume else room_notes(run, policy, optimizer, args):
         say(sentence)
-    stop = Stop(lambda: try_to_save(run, policy, optimizer, state, args))
+
+    def save(pauses=()) -> str:
+        return try_to_save(run, f"a checkpoint of step {state['step']}",
+                           lambda: save_checkpoint(run, policy, optimizer, state, args), pauses)
+
+    stop = Stop(save)
     rows, evals, warned = run_rows(run.folder), run_evals(run.folder), {}
     status, code, whole, due = "done", 0, True, False
     say.bar = tqdm(total=args.steps, initial=state["step"], disable=None, leave=False)
@@ -1824,7 +1829,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise failure
             due = due or bool(args.save_every) and step % args.save_every == 0
             if due and not last:  # what could not be saved is due again after the next step
-                due = bool(try_to_save(run, policy, optimizer, state, args))
+                due = bool(save())
             if early:
                 status = f"stopped early: reward std under {args.early_stop_std} for {args.early_stop_patience} steps"
                 break
@@ -1836,14 +1841,14 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         with contextlib.suppress(TrainingFailed):
             if whole:
-                try_to_save(run, policy, optimizer, state, args)
+                save()
         finish(run, args, rows, evals, f"crashed: {type(error).__name__}: {error}", began, say)
         raise
     finally:
         say.bar.close()
         say.bar = None
     if whole and run.folder.is_dir():
-        reason = try_to_save(run, policy, optimizer, state, args, SAVE_PAUSES)
+        reason = save(SAVE_PAUSES)
         if reason:
             code, status = 3, f"failed: the run could not be saved ({reason}), it was {status}"
     finish(run, args, rows, evals, status, began, say)
@@ -1862,12 +1867,9 @@ def keep_best(run: Run, policy: Policy, result: dict, state: dict) -> None:
         save_model(policy, folder)
         (folder / "best.json").write_text(strict_json(result))
 
-    try:
-        write_folder(run.folder / "checkpoints" / "best", fill)
+    target = run.folder / "checkpoints" / "best"
+    if not try_to_save(run, f"{target} of step {result['step']}", lambda: write_folder(target, fill), SAVE_PAUSES):
         state["best"] = result["reward"]
-    except Exception as error:  # as in `try_to_save`
-        run.say(f"  warning: checkpoints/best of step {result['step']} could not be saved "
-                f"({' '.join(str(error).split())[:200]})")
 
 
 def prepare_resume(run: Run, args, config: dict, state: dict) -> None:
