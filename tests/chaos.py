@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -74,8 +75,8 @@ class Chosen(Words):
 class Events:
     """Counts what a process passes and acts at one of them; the place is written to `log`."""
 
-    def __init__(self, at: int, act: str, log: Path):
-        self.count, self.at, self.act, self.log, self.refusals = 0, at, act, log, 0
+    def __init__(self, at: int, act: str, log: Path, refuses: int = 3):
+        self.count, self.at, self.act, self.log, self.refuses, self.refusals = 0, at, act, log, refuses, 0
 
     def __call__(self, place: str, half=None, disk: bool = False) -> None:
         """`half` writes half of what the event is about; `disk`: the event can be refused."""
@@ -91,7 +92,7 @@ class Events:
                     os.kill(os.getpid(), signal.SIGINT)
                 os.kill(os.getpid(), signal.SIGTERM)
             elif self.act == "full":
-                self.refusals = 3
+                self.refusals = self.refuses
         if disk and self.refusals:
             self.refusals -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -162,30 +163,35 @@ def watch(events: Events) -> None:
     plot_run.plot_run = lambda folder: []
 
 
+def child_main(flags: list[str], output: Path | None, prepare=lambda: None, after=lambda: None) -> None:
+    """The command as the whole rest of a forked child: it ends here, with the command's exit code, 70 for a crash."""
+    code = 70
+    try:
+        if output:
+            handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(handle, 1)
+            os.dup2(handle, 2)
+            sys.stdout, sys.stderr = (os.fdopen(os.dup(handle), "w", buffering=1) for _ in range(2))
+        prepare()
+        train_grpo.run_command(lambda: train_grpo.main([str(word) for word in flags]))
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        after()
+        os._exit(code)
+
+
 def forked(flags: list[str], at: int, act: str, folder: Path) -> tuple[int, int, str]:
     """Run the command in a fork: (exit code, events passed, where something was done). A negative code: a signal."""
     place, counted = folder / "place", folder / "counted"
     place.unlink(missing_ok=True)
+    events = Events(at, act, place)
     child = os.fork()
     if child == 0:
-        events, code = Events(at, act, place), 70
-        try:
-            out = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            watch(events)
-            train_grpo.run_command(lambda: train_grpo.main(flags))
-        except SystemExit as ended:
-            code = ended.code or 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            counted.write_bytes(str(events.count).encode())
-            os._exit(code)
+        child_main(flags, folder / "output", lambda: watch(events), lambda: counted.write_bytes(b"%d" % events.count))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     passed = int(counted.read_text()) if code >= 0 and counted.exists() else at
     return code, passed, place.read_text() if place.exists() else ""
