@@ -144,9 +144,9 @@ def watch(events: Events) -> None:
         before(os, name)
     before(torch, "save", after=True)
     before(train_grpo, "save_model", after=True)
-    for name in "load_policy load_checkpoint run_evaluation set_advantages judge step_metrics finish".split():
+    for name in "load_policy load_checkpoint run_evaluation set_advantages judge step_metrics rollout finish".split():
         before(train_grpo, name, after=True)
-    before(engine, "sample_turn", after=True)
+    before(engine.Draws, "add")
     before(train_grpo, "micro_loss", after=True)
     before(train_grpo.Optimizer, "step", after=True)
     real_open, real_text = Path.open, Path.write_text
