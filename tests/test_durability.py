@@ -4,7 +4,6 @@ import errno
 import itertools
 import json
 import os
-import pty
 import resource
 import shutil
 import signal
@@ -332,26 +331,6 @@ def test_a_signal_while_the_libraries_load_ends_without_a_traceback(words, tmp_p
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 128 + number and err == ""
-
-
-def test_in_a_terminal_ctrl_c_saves_and_ends(words, tmp_path):
-    child, terminal = pty.fork()
-    if child == 0:
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        chaos.child_main([*words.flags, "--steps", "5000", "--no-eval", "--out", tmp_path, "--name", "a"], None)
-    said = b""
-    while b"step    3/5000" not in said:
-        said += os.read(terminal, 4096)
-    os.write(terminal, b"\x03")
-    try:
-        while True:
-            said += os.read(terminal, 4096)
-    except OSError:  # the terminal is closed
-        pass
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
-    assert b"stopping after this phase" in said and b"Traceback" not in said
-    newest = train_grpo.checkpoints(tmp_path / "a")[0]
-    assert train_grpo.is_whole(newest) and newest.name == f"step_{len(read_csv(tmp_path / 'a'))}"
 
 
 def test_a_scorer_that_hangs_is_saved_by_one_signal_and_ended_by_the_next(words, tmp_path):
