@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 import transformers
 
 from data import UserError
@@ -259,9 +260,12 @@ class Extractor:
                 [{"role": "user", "content": asked}], tokenize=False, add_generation_prompt=True)
         ids = self.tokenizer(asked, return_tensors="pt", add_special_tokens=self.tokenizer.chat_template is None)
         ids = ids.input_ids.to(self.model.device)
-        ids = ids[:, -(getattr(self.model.config, "max_position_embeddings", None) or 10**9) + 512:]
-        out = self.model.generate(ids, do_sample=False, max_new_tokens=512, pad_token_id=self.tokenizer.pad_token_id
-                                  if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id)
+        longest = getattr(self.model.config, "max_position_embeddings", None) or 10**9
+        room = min(512, longest // 2)
+        ids, pad = ids[:, room - longest:], self.tokenizer.pad_token_id
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=room,
+                                  pad_token_id=pad)
         return self.tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True)
 
 

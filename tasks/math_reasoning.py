@@ -447,7 +447,7 @@ class MathTask(Task):
     def demonstration_prompts(self) -> list[Prompt]:
         """Word problems, and where the policy is to write questions, instructions to write one."""
         solving = self._word_prompts("train", MAX_PROBLEMS["train"])
-        return solving + (self._writing_prompts(solving[:len(solving) // 3]) if self.own else [])
+        return solving + (self._writing_prompts(solving[:len(solving) // 8]) if self.own else [])
 
     def _writing_prompts(self, examples: list[Prompt]) -> list[Prompt]:
         prompts = []

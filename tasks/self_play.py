@@ -53,7 +53,7 @@ class Phases:
         now = [_mean(values) for values in zip(*self.recent, strict=True)]
         if self.phase == "GROUNDED":
             if self.target and self.steps >= self.min_warmup and all(
-                    x is not None and x >= least for x, least in zip(now, self.thresholds, strict=True)):
+                    (x or 0.0) >= least for x, least in zip(now, self.thresholds, strict=True)):
                 self.phase = "RAMP"
         elif self.phase == "RAMP" and not self.suspended:
             self.progress += 1
@@ -440,7 +440,8 @@ class SelfPlay:
             asked = [Prompt([{"role": "user", "content": f"Which of these topics is the problem about: {names}? Answer "
                                                          f"with the topic alone.\n\nProblem: {q}"}]) for q in new]
             usable = [(q, prompt) for q, prompt in zip(new, asked, strict=True) if policy.fits(prompt)]
-            rolled = with_limit(policy, 16).sample([prompt for _, prompt in usable], 1, 0.0, "topic", call)
+            asked = [prompt for _, prompt in usable]
+            rolled = with_limit(policy, 16).sample(asked, 1, 0.0, "topic", call) if asked else []
             for (question, _), rows in zip(usable, rolled, strict=True):
                 said = rows[0].text.lower()
                 named = sorted((said.find(name.lower()), name) for name in self.topics.names if name.lower() in said)
