@@ -447,6 +447,7 @@ def partial_credit(answer: str | None, gold: str) -> float:
 
 def step_format(text: str) -> float:
     """0.7·s + 0.3·[has a final-answer line]; s = 1, 0.5, 0 for two or more, one, no lines that begin `Step N:`."""
+    text = text[-TAIL:]
     return 0.7 * min(len(STEP_LINE.findall(text)), 2) / 2 + 0.3 * bool(FINAL_LINE.search(text))
 
 
