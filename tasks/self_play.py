@@ -94,8 +94,8 @@ WORDS = re.compile(r"[a-z]+|[%$]")
 
 
 class Topics:
-    """Names of topics, and the topic of a question: by naive Bayes over the words of labelled questions where the data
-    have labels, else by keywords."""
+    """Names of topics, and the topic of a question: by naive Bayes over the words that labelled questions have
+    or lack, where the data have labels, else by keywords."""
 
     def __init__(self, labelled: Sequence[tuple[str, str | None]]):
         labels = [(text, topic) for text, topic in labelled if topic]
@@ -106,6 +106,10 @@ class Topics:
                 self.counts.setdefault(topic, Counter()).update(set(WORDS.findall(text.lower())))
                 self.sizes[topic] += 1
         self.names = sorted(self.counts) or sorted(KEYWORDS)
+        vocabulary = sorted({word for counts in self.counts.values() for word in counts})
+        self.vocabulary = set(vocabulary)
+        self.absent = {topic: sum(math.log(1 - self._share(topic, word)) for word in vocabulary)
+                       for topic in self.counts}  # log-likelihood of a text without any of the words
         self.keywords = {name: set(words.split()) for name, words in KEYWORDS.items()}
 
     def classify(self, text: str) -> str:
@@ -114,13 +118,17 @@ class Topics:
             hits = {name: len(words & keys) for name, keys in self.keywords.items()}
             best = max(hits.values())
             return next(name for name, n in hits.items() if n == best) if best else "arithmetic"
-        known = {word for word in words if any(word in counts for counts in self.counts.values())}
+        known = sorted(words & self.vocabulary)
 
-        def likelihood(topic: str) -> float:  # words in a question are a set: each is there or not
-            size, counts = self.sizes[topic], self.counts[topic]
-            return math.log(size) + sum(math.log((counts[word] + 0.1) / (size + 0.2)) for word in sorted(known))
+        def likelihood(topic: str) -> float:
+            shares = [self._share(topic, word) for word in known]
+            return math.log(self.sizes[topic]) + self.absent[topic] + sum(math.log(p / (1 - p)) for p in shares)
 
         return max(self.names, key=likelihood)
+
+    def _share(self, topic: str, word: str) -> float:
+        """Share of a topic's questions that have a word, smoothed."""
+        return (self.counts[topic][word] + 0.1) / (self.sizes[topic] + 0.2)
 
 
 def tool_of(topic: str) -> str | None:

@@ -56,23 +56,23 @@ def novelty_queries(path: str) -> None:
     rng = rng_of(0, "queries")
     for size in (1250, 2500, 5000, 10_000):
         texts = questions_of(path, size)
-        start = time.perf_counter()
+        start = time.process_time()
         index = TrigramIndex(texts)
-        built = time.perf_counter() - start
+        built = time.process_time() - start
         queries = []
-        for i in rng.integers(size, size=200):
+        for i in rng.integers(size, size=100):
             words = texts[int(i)].split()
             words[:len(words) // 3] = texts[int(rng.integers(size))].split()[:len(words) // 3]
             queries.append(" ".join(words))
-        start = time.perf_counter()
+        start = time.process_time()
         found = [index.nearest(query) for query in queries]
-        each = (time.perf_counter() - start) / len(queries)
-        start = time.perf_counter()
+        each = (time.process_time() - start) / len(queries)
+        start = time.process_time()
         for query, best in list(zip(queries, found, strict=True))[:5]:
             grams = trigrams(query)
             assert abs(best - max(jaccard(grams, other) for other in index.sets)) < 1e-12
-        brute = (time.perf_counter() - start) / 5
-        print(f"novelty: {size} questions, built in {built:.2f} s, a query {each * 1e3:.2f} ms "
+        brute = (time.process_time() - start) / 5
+        print(f"novelty: {size} questions, built in {built:.2f} s, a query {each * 1e3:.2f} ms of CPU time "
               f"(all pairs {brute * 1e3:.1f} ms)")
 
 
