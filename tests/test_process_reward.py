@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 import transformers
+from conftest import read_csv
 from hypothesis import given
 from hypothesis import strategies as st
+from test_math_task import math_task
 
 from data import UserError
 from tasks.process_reward import (
@@ -20,7 +22,8 @@ from tasks.process_reward import (
     split_steps,
     step_accuracy,
 )
-from tasks.tiny import tiny_tokenizer
+from tasks.tiny import tiny_process_model, tiny_tokenizer
+from tasks.word_problems import judged_solutions
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3}
@@ -138,3 +141,32 @@ def test_what_cannot_be_loaded_is_one_sentence(tmp_path):
         load(tmp_path / "causal")
     with pytest.raises(UserError, match="--prm-4bit needs a CUDA device"):
         load(tmp_path / "causal", load_4bit=True)
+
+
+def test_a_run_trains_with_a_process_model_and_logs_every_column(words, command, tmp_path):
+    save(tmp_path / "prm", "llama")
+    flags = ["--task", "math", *words.model, "--prm", tmp_path / "prm", "--math-instruction", "", "--limit", "30",
+             "--eval-size", "4", "--kl-on-constant-groups", "--prompts", "4"]
+    assert command(*flags, "--out", tmp_path, "--name", "run").code == 0
+    names = ("process", "process_last", "process_mean", "step_accuracy", "lccp")
+    for row in read_csv(tmp_path / "run"):
+        assert all(0 <= float(row[name]) <= 1 for name in (*names, "part_process", "part_beginning"))
+        assert float(row["part_process"]) == pytest.approx(0.4 * float(row["process"]), rel=1e-3)
+    assert all(f"eval_{name}" in row for name in (*names, "format", "final_answer_accuracy"))
+    ended = command(*flags, "--prm", tmp_path / "missing", "--out", tmp_path, "--name", "none")
+    assert ended.code == 2 and "--prm none" in ended.err and len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_tiny_process_model_tells_finished_work_from_unfinished():
+    task = math_task(prm="tiny", math_instruction="", cache=True)
+    prm = load(tiny_process_model(task, task.args, print))
+    judged = [(q, split_steps("\n".join([*lines, f"Final Answer: {answer}"])), right)
+              for q, lines, answer, right in judged_solutions(300)]
+    careful, hasty = [], []
+    for (question, steps, right), values in zip(judged, prm.score([(q, s) for q, s, _ in judged]), strict=True):
+        if all(right):
+            careful.append(values[-1])
+        elif all(right[:-1]) and len(steps) == 2 and ", then" in question:
+            hasty.append(values[-1])
+    assert min(careful) > 0.5 > max(hasty) and len(hasty) > 50

@@ -11,7 +11,7 @@ from test_math_task import math_task, write
 from test_task_contract import rollout
 
 from data import Group, UserError
-from tasks.chains import Link
+from tasks.chains import Link, evaluate
 from tasks.self_play import (
     Curriculum,
     Family,
@@ -31,6 +31,9 @@ from tasks.self_play import (
     tool_of,
     trigrams,
 )
+from tasks.word_problems import judged_solutions, word_problems
+
+GOLDS = [(question, str(steps[-1][3])) for question, steps in word_problems("train", 400)]
 
 
 # ---- phases
@@ -402,3 +405,36 @@ def test_a_resumed_self_play_run_equals_the_whole_one(words, command, tmp_path):
     states = [json.loads((folder / "checkpoints/step_6/state.json").read_text())["task"]
               for folder in (whole, tmp_path / "killed")]
     assert states[0] == states[1] and states[0]["self_play"]["novelty"]["texts"]
+
+
+def test_demonstrations_write_questions_where_the_policy_is_to_write_some():
+    task = math_task(self_play=0.3)
+    asked = [p for p in task.demonstration_prompts() if "writes" in p.meta]
+    assert 300 < len(asked) < 1000 and not any("writes" in p.meta for p in math_task().demonstration_prompts())
+    worked = task.demonstrations(asked)
+    assert [m[0]["content"] for m in worked[:50]] == [p.meta["writes"] for p in asked[:50]]
+    assert {p.meta["topic"] for p in asked} == {"addition", "mixed", "subtraction"}
+    own = [task.own.topics.classify(p.meta["writes"]) == p.meta["topic"] for p in asked]
+    assert sum(own) > 0.95 * len(own)
+
+
+def test_judged_solutions_know_which_of_their_steps_are_right():
+    for question, lines, answer, right in judged_solutions(400):
+        sums = [line.partition(": ")[2].partition("=") for line in lines]
+        assert len(right) == len(lines) + 1
+        for (expression, _, result), verdict in zip(sums, right, strict=False):
+            assert not verdict or evaluate(expression) == float(result)
+        gold = dict(GOLDS)[question]
+        assert right[-1] == (answer == gold)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("floor, suspended", [("0.5", {"0"}), ("1.01", {"0", "1"})])
+def test_the_tiny_run_goes_through_its_phases(command, tmp_path, floor, suspended):
+    ended = command("--preset", "selfplay", "smoke", "--grounded-floor", floor, "--out", tmp_path, "--name", "r")
+    assert ended.code == 0
+    rows = read_csv(tmp_path / "r")
+    reached = ["GROUNDED", "RAMP", "CONTINUOUS"] if floor == "0.5" else ["GROUNDED", "RAMP"]
+    assert list(dict.fromkeys(row["phase"] for row in rows)) == reached
+    assert {row["suspended"] for row in rows} == suspended
+    assert (sum(int(row["self_play_groups"]) for row in rows) > 20) == (floor == "0.5")
