@@ -244,8 +244,10 @@ class Extractor:
         if file is not None and file.is_file():
             with contextlib.suppress(OSError, ValueError):  # a torn file is asked again
                 return parse_links(json.dumps(json.loads(file.read_text())))
-        reply = self._ask(text)
-        links = parse_links(reply)
+        try:
+            links = parse_links(self._ask(text))
+        except RuntimeError:  # out of memory, or a text that it cannot take: no chain is found in this solution
+            return []
         if file is not None:
             part = file.with_name(f".{name}.{os.getpid()}")
             records = [{"expression": x.expression, "result": x.result, "uses": [u + 1 for u in x.uses]} for x in links]
