@@ -298,8 +298,8 @@ os.register_at_fork(after_in_child=lambda: globals().update(_worker=None, _lock=
 
 
 def _ask(answer: str, gold: str | None) -> float:
-    """math-verify's verdict on two expressions, 0 or 1; without a gold the answer's value. NaN where it fails, and
-    0 with no time left where it takes too long."""
+    """math-verify's verdict on two expressions, 0 or 1; without a gold the answer's value, NaN where it has none. 0
+    where it fails or takes too long: then no time is left."""
     global _worker
     with _lock:
         for _ in range(2):  # again where the worker was killed from outside
@@ -322,7 +322,7 @@ def _ask(answer: str, gold: str | None) -> float:
                 if _worker is None:
                     worker.kill()
                     worker.wait()
-    return math.nan
+    return math.nan if gold is None else 0.0
 
 
 def _answer_worker(paths: list[str]) -> None:
@@ -345,7 +345,7 @@ def _answer_worker(paths: list[str]) -> None:
         try:
             verdict = _value(pair[0]) if pair[1] is None else _verdict(*pair)
         except Exception:
-            verdict = math.nan
+            verdict = math.nan if pair[1] is None else 0.0
         print(float(verdict), signal.setitimer(signal.ITIMER_REAL, 0)[0], file=out, flush=True)
 
 
