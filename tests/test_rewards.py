@@ -200,7 +200,8 @@ def test_a_missing_column_is_named():
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("1,234", 1234), (r"2\sqrt{4}", 4), ("7/(1+1)", 3.5), ("5!", 120), ("x+1", None), ("1/0", None), (r"\sqrt{-1}", None),
+    ("1,234", 1234), (r"2\sqrt{4}", 4), ("7/(1+1)", 3.5), ("5!", 120), ("x+1", None), ("1/0", None),
+    (r"\sqrt{-1}", None),
     ("inf", None), ("9**9**9**9", None), ("__import__('os')", None), ("1=2", None), ("(1,2)", None), ("", None)])
 def test_value_is_a_finite_number_or_none(text, expected):
     assert value(text) == (None if expected is None else pytest.approx(expected))
