@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,6 +73,7 @@ class Run:
     name: str
     columns: dict[str, list[float | None]]
     evals: dict[str, tuple[list[float], list[float | None]]]
+    phases: dict[float, str] = field(default_factory=dict)  # step -> what begins there, of a run that has a `phase`
 
     def series(self, metric: str) -> tuple[list[float], list[float], list[int]]:
         """Steps, values (NaN in a gap), and where a value has no neighbour; empty lists where there is no value.
@@ -103,6 +104,16 @@ def read_columns(path: Path) -> dict[str, list[float | None]]:
     return {name: [by_step[step][name] for step in sorted(by_step)] for name in (["step", *header] if header else [])}
 
 
+def read_phases(path: Path) -> dict[float, str]:
+    """The steps of a metrics.csv at which its text column `phase` changes, each with the phase that begins."""
+    phases: dict[float, str] = {}
+    for row in csv.DictReader(path.read_text("utf-8", errors="replace").split("\n")[:-1]):
+        step, phase = number(row.get("step")), row.get("phase")
+        if step is not None and phase and phase != next(reversed(phases.values()), None):
+            phases[step] = phase
+    return phases
+
+
 def read_evals(path: Path) -> dict[str, tuple[list[float], list[float | None]]]:
     """The numbers of an eval.jsonl under the names that the csv gives them; a torn line is left out."""
     by_step = {}
@@ -127,7 +138,7 @@ def read_run(folder: str | Path) -> Run:
     columns = read_columns(folder / "metrics.csv")
     if not columns:
         raise ValueError(f"{folder / 'metrics.csv'} is empty: the run has not come to its first step.")
-    return Run(folder.resolve().name, columns, read_evals(folder / "eval.jsonl"))
+    return Run(folder.resolve().name, columns, read_evals(folder / "eval.jsonl"), read_phases(folder / "metrics.csv"))
 
 
 def smoothed(values: list[float | None], weight: float) -> list[float]:
@@ -184,6 +195,10 @@ def draw_panel(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
         if columns == ["kl"] and some and 0 < some[0] <= some[len(some) // 10] < some[-1] / 100:
             side.set_yscale("log", nonpositive="mask")
             side.set_ylim(max(some[0], some[-1] * 1e-6) / 2, None)
+    for step, phase in runs[0].phases.items() if single else ():
+        ax.axvline(step - 0.5, color="#555555", linewidth=0.8, linestyle=":")
+        ax.annotate(phase.lower(), (step - 0.4, 0.98), xycoords=ax.get_xaxis_transform(), va="top", fontsize=7,
+                    rotation=90, color="#555555", annotation_clip=True)
     if twin is not ax:
         colour = COLOURS[list(labels).index(right[0])]
         twin.spines["right"].set(visible=True, color=colour)

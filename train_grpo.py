@@ -338,17 +338,30 @@ def check_type(key: str, value: Any, kind: Any, where: str) -> Any:
 
 
 def layer(values: dict[str, Any], types: dict[str, Any], task: str, where: str) -> dict[str, Any]:
-    """A preset's values, checked. A table named after the run's task adds to them; other tasks' do not count."""
+    """A preset's values, checked. A table named after the run's task adds to them; other tasks' do not count, nor do
+    those named after an overlay, see `preset_layers`."""
     flat = {k: v for k, v in values.items() if not isinstance(v, dict)}
     for table, content in values.items():
         if isinstance(content, dict):
-            if table not in TASKS:
+            if table not in TASKS and not (ROOT / "configs" / f"{table}.toml").is_file():
                 raise UserError(f"{where}: unknown table [{table}]{nearest(table, TASKS)}")
             flat |= content if table == task else {}
     for key in flat:
         if key not in types:
             raise UserError(f"{where}: unknown key {key}{nearest(key, types)}")
     return {k: check_type(k, v, types[k], where) for k, v in flat.items()}
+
+
+def preset_layers(names: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """(where from, values) of each preset, from left to right. A table [smoke] in a preset holds what it is to be under
+    the overlay `smoke`: it counts where that comes later, and right after it."""
+    layers: list[tuple[str, dict[str, Any]]] = []
+    for name in names:
+        before = list(layers)
+        layers.append((f"preset {name}", read_preset(name)))
+        layers += [(f"{where} [{name}]", values[name]) for where, values in before
+                   if isinstance(values.get(name), dict) and name not in TASKS]
+    return layers
 
 
 def resolve_args(argv: list[str], base: dict | None = None) -> tuple[Any, dict[str, str], argparse.Namespace]:
@@ -358,7 +371,7 @@ def resolve_args(argv: list[str], base: dict | None = None) -> tuple[Any, dict[s
     """
     first, _ = build_parser(Args, complete=False).parse_known_args(argv)  # the task decides which other flags there are
     base = read_run_config(Path(first.resume))["args"] if first.resume else base or {}
-    layers = [(f"preset {name}", read_preset(name)) for name in first.preset]
+    layers = preset_layers(first.preset)
     layers += [("the run's config.json", base)] if base else []
     given = vars(first)
     task = given.get("task")

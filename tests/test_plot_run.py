@@ -321,3 +321,14 @@ def test_a_half_written_config_is_no_hindrance(tmp_path):
     folder = make_run(tmp_path / "a", [line(1)], json.dumps({"step": 0}) + "\n[1]\n3\nnull\n")
     (folder / "config.json").write_text('{"args": {"lr"')
     assert pr.read_run(folder).columns["step"] == [1]
+
+
+def test_a_text_column_of_phases_marks_its_changes(tmp_path):
+    columns = [*FEW, "phase"]
+    names = ["GROUNDED", "GROUNDED", "RAMP", "RAMP", "CONTINUOUS"]
+    lines = [line(i, columns, phase=name) for i, name in enumerate(names, 1)]
+    run = pr.read_run(make_run(tmp_path / "run", lines, columns=columns))
+    assert run.phases == {1: "GROUNDED", 3: "RAMP", 5: "CONTINUOUS"}
+    figure = pr.draw_figure([run], [pr.PANELS["reward"]])
+    assert {text.get_text() for text in figure.axes[0].texts} == {"grounded", "ramp", "continuous"}
+    assert pr.read_run(make_run(tmp_path / "plain", [line(1), line(2)])).phases == {}
