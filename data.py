@@ -236,6 +236,7 @@ def _attempt(fn: Callable, *args):
 # ------------------------------------------------------------------------------------------------ task registry
 TASKS = {
     "math": "tasks.math_reasoning:MathTask",
+    "code": "tasks.coding:CodeTask",
     "custom": "tasks.custom:CustomTask",
 }
 

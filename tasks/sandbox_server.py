@@ -348,9 +348,7 @@ def run_program(job: dict) -> bool:
             other: dict = {"__name__": "stand_in"}
             exec(compile(job["stand_in"], "<stand-in>", "exec"), other)
             module.__dict__[job["name"]] = other[job["name"]]
-        if job["call"]:
-            module.__dict__[job["call"]]()
-        return True
+        return not job["call"] or module.__dict__[job["call"]]() is not False
     except BaseException as error:
         complain(error)
         return False
