@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data import UserError
+from tasks.sandbox_roles import receive, send
 
 SERVER = Path(__file__).with_name("sandbox_server.py")
 MEMORY_MB = 1024
@@ -209,8 +210,6 @@ class Sandbox:
             socket.send_fds(self.control, [json.dumps(header).encode()], [theirs.fileno()])
 
     def _converse(self, job: Job, ours: socket.socket) -> Result:
-        from tasks.sandbox_server import receive, send
-
         nonce = secrets.token_bytes(32)
         if job.tests is None:
             parts = [{"role": "program", "source": job.source, "call": job.call, "stand_in": job.stand_in,

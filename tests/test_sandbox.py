@@ -346,9 +346,8 @@ def test_programs_end_with_a_trainer_that_is_killed(tmp_path):
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
                                cwd=Path(__file__).resolve().parent.parent)
     server = int(trainer.stdout.readline())
-    assert wait_until(lambda: children_of(server))
-    supervisor = children_of(server)[0]
-    assert wait_until(lambda: children_of(int(supervisor)))
+    assert wait_until(lambda: any(children_of(int(child)) for child in children_of(server)))
+    supervisor = next(child for child in children_of(server) if children_of(int(child)))
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
