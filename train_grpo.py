@@ -1016,8 +1016,11 @@ def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, tempe
     optimizer.zero()
     sums = Sums()
     policy.model.train(args.gradient_checkpointing)  # checkpointing works in training mode only; dropout is off
-    for batch in micro_batches(rows, budget, policy.engine == "fast"):
-        micro_loss(policy, batch, args, temperature, sums).backward()
+    parts = [[rows[i] for i in part] for part in policy.task.split([row.rollout for row in rows])]
+    for part in parts or [rows]:
+        for batch in micro_batches(part, budget, policy.engine == "fast"):
+            micro_loss(policy, batch, args, temperature, sums).backward()
+        policy.task.on_part(policy)
     policy.model.eval()
     return sums
 

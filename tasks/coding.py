@@ -225,6 +225,13 @@ class CodeTask(Task):
     def regroup(self, groups: list[Group]) -> list[Group]:
         return self.pool.regroup(groups)
 
+    def split(self, rollouts: list[Rollout]) -> list[list[int]]:
+        self.study.parts = []
+        return self.pool.split(rollouts)
+
+    def on_part(self, policy) -> None:
+        self.study.on_part(policy)
+
     def on_gradients(self, policy) -> dict[str, float]:
         return self.study.on_gradients(policy)
 
@@ -237,12 +244,12 @@ class CodeTask(Task):
         return rates([(row, score) for g in groups for row, score in zip(g.rollouts, g.scores, strict=True)])
 
     def state_dict(self) -> dict:
-        return super().state_dict() | {"study": self.study.state_dict(), "pool_drawn": self.pool.drawn}
+        return super().state_dict() | {"study": self.study.state_dict(), "pool": [self.pool.drawn, self.pool.steps]}
 
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
         self.study.load_state_dict(state["study"])
-        self.pool.drawn = state["pool_drawn"]
+        self.pool.drawn, self.pool.steps = state["pool"]
 
     # ---- the warm start
     def demonstration_prompts(self) -> list[Prompt]:

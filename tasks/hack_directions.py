@@ -41,7 +41,7 @@ class StudyOptions:
 class Study:
     """The directions of a run, the projection, and what is logged of them. Idle without an SVD adapter."""
 
-    columns = ("cin", "cout", "fired", "adam_leak")
+    columns = ("cin", "cin_s", "cin_t", "cout", "fired", "adam_leak")
 
     def __init__(self, args, pairs: Callable[[], list[dict]]):
         if args.hack_k < 1 or not 0 <= args.hack_drop < 1 or args.hack_heldout < 1:
@@ -50,6 +50,7 @@ class Study:
         self.basis: dict[str, Tensor] = {}  # module -> (k, r), orthonormal rows that point towards the hack
         self.before: dict[str, Tensor] = {}  # every δ before the optimizer's step
         self.model: SVDModel | None = None
+        self.parts: list[dict[str, Tensor]] = []  # the gradients after each source of a split backward
         self.cosine = float("nan")
 
     def prepare(self, policy, say=print) -> None:
@@ -80,6 +81,21 @@ class Study:
         layers = policy.model.layers
         self.basis = {name: rows.to(layers[name].delta.device) for name, rows in self.basis.items()}
 
+    def on_part(self, policy) -> None:
+        """Remember the gradients so far, where a step's backward is split by source."""
+        if self.basis:
+            self.parts.append({name: layer.delta.grad.clone() for name, layer in policy.model.layers.items()
+                               if layer.delta.grad is not None})
+
+    def shares(self) -> dict[str, float]:
+        """Energy fraction inside the subspace of the live and of the cached rollouts' gradient."""
+        parts, self.parts = self.parts, []
+        if len(parts) != 2:
+            return {}
+        live, both = parts
+        cached = {name: whole - live[name] if name in live else whole for name, whole in both.items()}
+        return {"cin_s": energy_share(live, self.basis), "cin_t": energy_share(cached, self.basis)}
+
     @torch.no_grad()
     def on_gradients(self, policy) -> dict[str, float]:
         """Measure, and but for `vanilla` change, the gradient of every δ. Energies are summed over modules."""
@@ -105,7 +121,7 @@ class Study:
             whole += float(gradient.square().sum())
             whole_after += float(after.square().sum())
         return {"cin": inside / whole if whole else 0.0, "cout": inside_after / whole_after if whole_after else 0.0,
-                "fired": fired / max(1, len(self.before))}
+                "fired": fired / max(1, len(self.before))} | self.shares()
 
     @torch.no_grad()
     def after_step(self) -> dict[str, float]:
@@ -144,6 +160,13 @@ def project(gradient: Tensor, rows: Tensor, gate: str, preserve_magnitude: bool)
     if preserve_magnitude and bool(rest.norm() > 0):
         rest = rest * (gradient.norm() / rest.norm())
     return rest, True
+
+
+def energy_share(gradients: dict[str, Tensor], basis: dict[str, Tensor]) -> float:
+    """Share of the gradients' squared norm that lies along the basis, summed over modules."""
+    whole = sum(float(g.square().sum()) for g in gradients.values())
+    inside = sum(float((basis[name] @ g).square().sum()) for name, g in gradients.items() if name in basis)
+    return inside / whole if whole else 0.0
 
 
 # ---- extraction

@@ -17,11 +17,12 @@ from data import Group, Rollout, Score, Task, UserError, rng_of
 class PoolOptions:
     teacher_pool: str = ""  # folder of finished rollouts that join every group
     mix: float = 0.5  # share of a group that comes from the pool (at least one rollout from either source)
+    split_every: int = 0  # steps between those that measure live and cached gradients apart; 0: never
     write_pool: str = ""  # folder that gets this run's rollouts as a pool
 
 
 class TeacherPool:
-    """Reads, checks and deals the pool of a run. The n-th group's draw is seeded by n: `drawn` is all of its state."""
+    """Reads, checks and deals the pool of a run. The n-th group's draw is seeded by n: `drawn` and `steps` are its state."""
 
     columns = ("pool_share", "pool_hack_rate", "pool_true_pass_rate")
 
@@ -30,7 +31,7 @@ class TeacherPool:
             raise UserError("--mix must be over 0 and under 1")
         if args.teacher_pool and args.group < 2:
             raise UserError("--teacher-pool needs --group 2 or more: one live and one finished rollout")
-        self.args, self.drawn = args, 0
+        self.args, self.drawn, self.steps = args, 0, 0
         self.records: dict[str, list[dict]] = {}  # problem id -> finished rollouts
         self.cached: set[int] = set()  # ids of the rollouts that joined the current step
         self.written: dict[str, Path] = {}
@@ -63,9 +64,16 @@ class TeacherPool:
     def is_cached(self, rollout: Rollout) -> bool:
         return id(rollout) in self.cached
 
+    def split(self, rollouts: list[Rollout]) -> list[list[int]]:
+        """Places of the live and of the cached rollouts, in the steps where they are measured apart."""
+        places = [[i for i, row in enumerate(rollouts) if self.is_cached(row) == cached] for cached in (False, True)]
+        due = self.args.split_every and self.steps % self.args.split_every == 0
+        return places if due and all(places) else []
+
     def regroup(self, groups: list[Group]) -> list[Group]:
         """Each group with its finished rollouts, whose rewards and flags are used as they are."""
         self.cached = set()
+        self.steps += 1
         if self.args.write_pool:
             self.write(groups)
         for group in groups if self.args.teacher_pool else ():

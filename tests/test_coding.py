@@ -280,7 +280,7 @@ def test_a_written_pool_joins_groups_with_its_labels(tmp_path):
     assert all(s.reward == float(r.ids[-1] - 8) and r.logp == [-0.5, -0.25] for r, s in cached)
     rates = reader.pool.rates([mixed])
     assert rates["pool_share"] == 0.5
-    assert reader.state_dict()["pool_drawn"] == 1
+    assert reader.state_dict()["pool"] == [1, 1]
 
 
 @pytest.mark.parametrize(("group", "mix", "finished"),

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 
 import pytest
 import safetensors.torch
@@ -10,11 +11,11 @@ import transformers
 
 import engine
 import train_grpo
-from data import Rollout, UserError
+from data import Prompt, Rollout, UserError
 from engine import Row, token_logps
 from tasks import hack_directions as H
 from tasks.svd_adapter import SVDModel, decompositions
-from tests.conftest import make_args, random_model, word_tokenizer
+from tests.conftest import WordTask, make_args, make_policy, random_model, word_tokenizer
 
 IDS = torch.tensor([[3, 9, 14, 4, 22, 7]])
 
@@ -39,8 +40,6 @@ def stir(model, scale=0.05):
 def svd_policy(*flags):
     args = make_args("--adapter", "svd", *flags)
     model, hf = adapted()
-    from tests.conftest import WordTask
-
     return train_grpo.Policy(args, WordTask(args), model.eval(), hf, word_tokenizer(), hf.device, "off")
 
 
@@ -139,10 +138,7 @@ def test_the_reference_is_delta_zero_and_the_rollout_merge_leaves_no_trace():
         assert all(layer.disable_adapters for layer in policy.model.layers.values())
         assert torch.allclose(policy.hf(IDS).logits, live, atol=1e-4)
     assert torch.allclose(policy.hf(IDS).logits, live, atol=1e-6)
-    row = Rollout(None, IDS[0].tolist(), [1, 1], [0.0] * 2, [0.0] * 2, [0] * 2, "stop", [])
-    from data import Prompt
-
-    row.prompt = Prompt("w3")
+    row = Rollout(Prompt("w3"), IDS[0].tolist(), [1, 1], [0.0] * 2, [0.0] * 2, [0] * 2, "stop", [])
     logps = []
     for policy.engine in ("fast", "generate"):
         logps.append(token_logps(policy, policy.hf, [Row(row, 1.0)], 1.0)[0])
@@ -160,8 +156,6 @@ def test_a_run_with_the_adapter_resumes_exports_and_is_evaluated(words, command,
     assert command(*flags, "--name", "whole", "--steps", "4").code == 0
     assert command(*flags, "--name", "part", "--steps", "4", "--save-every", "2").code == 0
     part = tmp_path / "part"
-    import shutil
-
     shutil.rmtree(part / "checkpoints" / "step_4")
     assert command("--resume", part).code == 0
     files = [safetensors.torch.load_file(tmp_path / name / "checkpoints" / "step_4" / "svd_adapter.safetensors")
@@ -272,6 +266,24 @@ def test_every_arm_measures_and_vanilla_changes_no_bit(arm):
     assert leak < 1e-9 if arm != "vanilla" else leak > 1e-3
 
 
+def test_a_backward_split_by_source_sums_to_the_whole_and_measures_both():
+    policy = svd_policy("--beta", "0")
+    made = study(policy, hack_k=2)
+    rows = [Row(Rollout(Prompt("w3 w4"), [3, 4, 5 + i, 9 + i], [1, 1], [0.0] * 2, [0.0] * 2, [0] * 2, "stop", []),
+                1.0 if i % 2 else -0.5, weight=0.25) for i in range(4)]
+    optimizer = train_grpo.Optimizer(policy.model, policy.args)
+    found = []
+    for split in ([], [[0, 3], [1, 2]]):
+        policy.task.split = lambda rollouts, split=split: split
+        policy.task.on_part = made.on_part
+        made.parts = []
+        train_grpo.gradients(policy, optimizer, rows, policy.args, 1.0, 64)
+        found.append({name: layer.delta.grad.clone() for name, layer in policy.model.layers.items()})
+        seen = made.on_gradients(policy)
+    assert all(torch.allclose(a, found[1][name], atol=1e-7) for name, a in found[0].items())
+    assert 0 < seen["cin_s"] < 1 and 0 < seen["cin_t"] < 1 and seen["cin_s"] != seen["cin_t"]
+
+
 def test_directions_point_towards_the_hack_and_are_taken_by_value():
     policy = svd_policy()
     tensors, cosine = H.extract(policy, PAIRS, heldout=2)
@@ -307,8 +319,6 @@ def test_a_directions_file_is_used_again_and_one_of_something_else_is_refused(tm
 
 
 def test_an_arm_without_the_adapter_is_an_error():
-    from tests.conftest import make_policy
-
     args = make_args("--task", "code", "--problems", "formulas", "--arm", "projected")
     with pytest.raises(UserError, match="--adapter svd"):
         H.Study(args, lambda: PAIRS).prepare(make_policy())
