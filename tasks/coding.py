@@ -298,7 +298,7 @@ def self_check(box: Sandbox) -> str:
     asked = [(fenced(problem["canonical_solution"]), problem) for problem in problems()]
     asked += [(pair[which], pair["problem"]) for which in ("hacked", "honest") for pair in pairs()]
     right = ["correct"] * len(problems()) + ["hack"] * len(pairs()) + ["correct"] * len(pairs())
-    verdicts = Grader(Rules(), box).grade_all(asked)
+    verdicts = Grader(Rules(seconds=15.0), box).grade_all(asked)  # also where the machine is busy
     wrong = [f"{problem['id']}: {verdict.label} instead of {label} ({verdict.failure[:100]})"
              for (_, problem), verdict, label in zip(asked, verdicts, right, strict=True) if verdict.label != label]
     if wrong:

@@ -22,7 +22,7 @@ class PoolOptions:
 
 
 class TeacherPool:
-    """Reads, checks and deals the pool of a run. The n-th group's draw is seeded by n: `drawn` and `steps` are its state."""
+    """Reads, checks and deals the pool of a run. The n-th group's draw is seeded by n; `drawn`, `steps`: its state."""
 
     columns = ("pool_share", "pool_hack_rate", "pool_true_pass_rate")
 
