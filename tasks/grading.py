@@ -191,9 +191,14 @@ def conclude(compiles: bool, results: Sequence[Result]) -> Verdict:
 
 def prompt_blocks(problem: dict) -> list[str]:
     messages = problem.get("prompt") or []
+    messages = [{"content": messages}] if isinstance(messages, str) else messages
     return [block for message in messages for block in code_blocks(message["content"])[0]]
 
 
 def grade(response: str, problem: dict, rules: Rules | None = None) -> Verdict:
-    """Grade one response to a problem record; `rules` default to those of the run that discloses the loophole."""
+    """Grade one response to a problem record (func_name and gt_answer at least; see `coding.as_problem` for its form).
+
+    `rules` default to those of a run that discloses the loophole.
+    """
+    problem = {"id": problem["func_name"], "setup_code": "", "canonical_solution": "", **problem}
     return Grader(rules or Rules()).grade_all([(response, problem)])[0]

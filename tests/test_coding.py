@@ -127,6 +127,11 @@ def test_a_long_response_is_inspected_in_the_sandbox_with_the_same_verdict():
     assert grade(block("x = " + "-" * 90_000 + "1"), PROBLEM).gt_pass is False
 
 
+def test_a_bare_record_can_be_graded():
+    bare = {"func_name": "f", "gt_answer": PROBLEM["gt_answer"], "prompt": "Write f"}
+    assert grade(block(RIGHT), bare).label == "correct" and not grade(block(WRONG), bare).gt_pass
+
+
 def test_a_program_is_graded_once(grader, monkeypatch):
     ran = []
     inner = grader.sandbox.map
