@@ -212,6 +212,14 @@ class Task:
     def on_forward(self, prompts: list[Prompt]) -> None:
         """Before any forward that feeds prompt tokens: the prompts of its rows, in row order (for `inject`)."""
 
+    def split(self, rollouts: list[Rollout]) -> list[list[int]]:
+        """Indices of an optimizer step's rollouts by source, whose gradients are summed one source after the other,
+        with `on_part` after each; empty: all at once."""
+        return []
+
+    def on_part(self, policy) -> None:
+        """The gradients so far, after a source of `split`."""
+
     def on_gradients(self, policy) -> dict[str, float]:
         """When the step's gradients are whole, before the guard and clipping; may change them; returns metrics."""
         return {}
@@ -251,6 +259,7 @@ def _attempt(fn: Callable, *args):
 # ------------------------------------------------------------------------------------------------ task registry
 TASKS = {
     "math": "tasks.math_reasoning:MathTask",
+    "code": "tasks.coding:CodeTask",
     "custom": "tasks.custom:CustomTask",
 }
 

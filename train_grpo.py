@@ -86,6 +86,7 @@ from data import (
 from engine import Row, choose_engine, fill_logps, measure_budget, micro_batches, pad, rollout, token_logps
 from eval import best_checkpoint, evaluate, judge, strict_json
 from rewards import length_penalty
+from tasks.svd_adapter import SVDModel, saved_base
 from tasks.tiny import tiny_model
 
 transformers.logging.disable_progress_bar()
@@ -114,7 +115,7 @@ class Args:
     reward: tuple[str, ...] = ()  # my_rewards.py:fn[=weight] with TRL's signature, repeatable (implies --task custom)
     # model
     model: str = "tiny"  # folder, hub id, .gguf file, adapter folder, package:NAME/FILE, or tiny (built in)
-    adapter: Literal["lora", "none"] = "lora"  # train a LoRA, or all weights
+    adapter: Literal["lora", "svd", "none"] = "lora"  # train a LoRA, singular values, or all weights
     lora_r: int = 16  # LoRA rank
     lora_alpha: float = 32.0  # LoRA scale: alpha / r, or alpha / sqrt(r) with --rslora
     lora_targets: tuple[str, ...] = ("all-linear",)  # module names that get a LoRA
@@ -194,6 +195,7 @@ class Args:
     eval_temperature: float = 0.8  # of those samples
     save_every: int = 50  # steps between checkpoints; the last step always saves
     keep_last: int = 2  # newest checkpoints that are kept; 0: all
+    save_method: Literal["adapter", "merged"] = "adapter"  # merged: checkpoints also hold the whole model, merged/
     save_completions: bool = True  # completions/step_N.jsonl.gz
 
 
@@ -443,6 +445,10 @@ def check_args(args, sources: dict[str, str]) -> None:
         raise UserError(f"{name('temperature_end')} cannot be reached: sampling needs a temperature over 0")
     if args.load_4bit and args.adapter == "none":
         raise UserError(f"{name('load_4bit')} weights cannot be trained; use --adapter lora")
+    if args.load_4bit and args.adapter == "svd":
+        raise UserError(f"{name('load_4bit')} weights have no singular values to train; use --adapter lora")
+    if args.save_method == "merged" and (args.adapter == "none" or args.load_4bit):
+        raise UserError(f"{name('save_method')} merges an adapter into weights of 16 or 32 bits; leave it out")
     if args.overlong == "soft" and args.overlong_buffer > args.max_new:
         raise UserError(f"{name('overlong_buffer')} is more than --max-new {args.max_new}")
     if "/" in args.name or args.name in (".", ".."):
@@ -681,13 +687,20 @@ def load_policy(args, task: Task, say=print) -> Policy:
             raise UserError(f"--model {start}: its adapter_config.json names no base model (base_model_name_or_path)")
         if not (Path(start) / "tokenizer_config.json").is_file():
             tokenizer_path = path
+    singular = saved_base(path)
+    if singular:
+        if args.adapter != "svd":
+            raise UserError(f"--model {path} is an SVD adapter; add --adapter svd")
+        start, path = path, singular
     tokenizer = load_tokenizer(tokenizer_path, args)
     hf = load_pretrained(path, args, device, dtype, **extra)
     if device.type == "cpu" and hf.num_parameters() < 5e6:
         torch.set_num_threads(1)  # its operations are too short to share: a second thread waits more than it works
     torch.manual_seed(seed_of(args.seed, "adapter"))
     model, reference = hf, None
-    if start or args.adapter == "lora":
+    if args.adapter == "svd":
+        model = add_singular_values(hf, args, path, start if singular else None, say)
+    elif start or args.adapter == "lora":
         model = add_adapter(hf, args, path, start)
         hf = model.get_base_model()
     if start and args.adapter == "none":  # full fine-tuning from base + adapter
@@ -699,7 +712,7 @@ def load_policy(args, task: Task, say=print) -> Policy:
             reference = copy.deepcopy(model).requires_grad_(False).eval()
             reference = reference.to("cpu") if args.ref_offload else reference
     else:
-        reference = "adapter" if start else "off"
+        reference = "adapter" if start and not singular else "off"
     if args.gradient_checkpointing:
         hf.activation_checkpointing_enable({"use_reentrant": False})
     policy = Policy(args, task, model.eval(), hf, tokenizer, device, reference)
@@ -727,6 +740,14 @@ def add_adapter(hf, args, base: str, start: str | None):
     except ValueError as error:
         raise UserError(f"--lora-targets {' '.join(args.lora_targets)} do not fit this model: {error}") from error
     model.peft_config["default"].base_model_name_or_path = base
+    return model
+
+
+def add_singular_values(hf, args, base: str, start: str | None, say) -> SVDModel:
+    """The model with an SVD adapter, δ = 0 or that of the folder `start`."""
+    model = SVDModel(hf, base, args.cache, say)
+    if start:
+        model.load(start)
     return model
 
 
@@ -1065,8 +1086,11 @@ def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, tempe
     optimizer.zero()
     sums = Sums()
     policy.model.train(args.gradient_checkpointing)  # checkpointing works in training mode only; dropout is off
-    for batch in micro_batches(rows, budget, policy.engine == "fast"):
-        micro_loss(policy, batch, args, temperature, sums).backward()
+    parts = [[rows[i] for i in part] for part in policy.task.split([row.rollout for row in rows])]
+    for part in parts or [rows]:
+        for batch in micro_batches(part, budget, policy.engine == "fast"):
+            micro_loss(policy, batch, args, temperature, sums).backward()
+        policy.task.on_part(policy)
     policy.model.eval()
     return sums
 
@@ -1362,6 +1386,18 @@ def save_model(policy: Policy, folder: Path) -> None:
         policy.hf.save_pretrained(folder)
     else:
         policy.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
+    if policy.args.save_method == "merged":
+        save_merged(policy, folder / "merged")
+    policy.tokenizer.save_pretrained(folder)
+
+
+def save_merged(policy: Policy, folder: Path) -> None:
+    """The whole model with its adapter merged in, which loads without PEFT and without this project."""
+    if isinstance(policy.model, SVDModel):
+        policy.model.save_merged(folder)
+    else:
+        merged = copy.deepcopy(policy.model).merge_and_unload()
+        merged.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
 
 
@@ -1496,6 +1532,8 @@ def load_checkpoint(policy: Policy, optimizer: Optimizer, path: Path, override: 
             saved = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=policy.hf.dtype, trust_remote_code=policy.args.trust_remote_code)
             policy.hf.load_state_dict(saved.state_dict())
+        elif isinstance(policy.model, SVDModel):
+            policy.model.load(path)
         else:
             import peft
 
