@@ -240,7 +240,7 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
         rows += [Rollout(prompt, list(ids), [], [], [], [], "", []) for _ in range(n)]
     generator = torch.Generator().manual_seed(seed)
     active, masses = list(range(len(rows))), []
-    for turn in range(args.max_turns):
+    for turn in range(task.turns()):
         uniforms = torch.rand(len(rows), args.max_new, generator=generator, dtype=torch.float64)
         size = max(1, policy.rollout_tokens // (max((len(rows[i].ids) for i in active), default=0) + args.max_new))
         for batch in (active[i : i + size] for i in range(0, len(active), size)):
@@ -248,7 +248,7 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
         waiting = []
         for i in active:
             reply = task.reply(rows[i]) if rows[i].stop == "stop" else None
-            if reply and turn + 1 < args.max_turns:
+            if reply and turn + 1 < task.turns():
                 waiting += [i] if observe_reply(policy, rows[i], reply) else []
             elif reply:
                 rows[i].stop = "unfinished"

@@ -418,7 +418,9 @@ def pick_attention(args, device, dtype) -> str | None:
 
 # ------------------------------------------------------------------------------------------------ the model
 def locate_model(args, task: Task, say) -> str:
-    """--model as a path or hub id."""
+    """--model, or what the task begins from instead, as a path or hub id."""
+    if start := task.start_from():
+        return start
     if args.model == "tiny":
         return str(tiny_model(task, args, say))
     if args.model.startswith("package:"):  # weights that come in a Python package, found without importing it
@@ -1307,7 +1309,7 @@ def score_groups(task: Task, rolled: list[list[Rollout]], args) -> list[Group]:
         for row, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
             if score.reward is not None:
                 score.parts["overlong"] = length_penalty(
-                    sum(row.mask), args.max_new * args.max_turns, args.overlong_buffer)
+                    sum(row.mask), args.max_new * task.turns(), args.overlong_buffer)
                 score.reward += score.parts["overlong"]
     return groups
 
@@ -1411,6 +1413,13 @@ def console_line(row: dict, args) -> str:
     if "eval_reward" in row:
         line += f"  | held-out reward {number('eval_reward')} accuracy {number('eval_accuracy')}"
     return line
+
+
+def first_to_last(rows: list[dict]) -> list[str]:
+    """Reward and its parts in the first and in the last row."""
+    names = [name for name in rows[-1] if name == "reward_mean" or name.startswith("part_")] if rows else []
+    pairs = [(name, rows[0].get(name), rows[-1][name]) for name in names]
+    return [f"{name} {first:.3f} → {last:.3f}" for name, first, last in pairs if None not in (first, last)]
 
 
 def run_evaluation(policy: Policy, task: Task, args, step: int) -> tuple[dict, list[dict]]:
@@ -1565,6 +1574,8 @@ def main(argv: list[str] | None = None) -> int:
             if early:
                 status = f"stopped early: reward std under {args.early_stop_std} for {args.early_stop_patience} steps"
                 break
+        for line in [*first_to_last(rows), *task.ended(rows)]:
+            say(line)
     except Stopped:
         code = 128 + stop.signal
         status = f"stopped by {signal.Signals(stop.signal).name}; go on with --resume {run.folder}"
