@@ -35,10 +35,11 @@ class ParseError(ValueError):
 
 
 # ---- the answer within a completion
-SIDE = r"(?<![A-Za-z_])d\s*(?:\^|\*\*)?\s*(?:\{?2\}?|²)?\s*\\?[A-Za-zα-ω]\w{0,9}\s*(?:\(t\))?\s*/\s*d\s*t"
+SIDE = r"(?<![A-Za-z_])[d∂]\s*(?:\^|\*\*)?\s*(?:\{?2\}?|²)?\s*\\?[A-Za-zα-ω]\w{0,9}\s*(?:\(t\))?\s*/\s*[d∂]\s*t"
 LEFT_SIDE = re.compile(rf"\\[dt]?frac\s*\{{\s*d|\\d?dot|{SIDE}|[A-Za-zα-ω]\w{{0,9}}(?:['’′″]{{1,2}}|_?d?dot\b)|[ẋẍẏÿ]"
                        rf"|[A-Za-zα-ω][\u0307\u0308]|[A-Za-zα-ω]\w{{0,9}}\s*=\s*{SIDE}")
 EPILOGUE = re.compile(r"(?i)[,.;]?\s+(?:where|with|for)\b.*|(?:[.,;`$*\s]|\\[)\]])+$")
+FACTOR = re.compile(r"(?<=[\w)}])\s*[-+*/^=|·×⋅(]+\s*$|(?<![A-Za-z'’])[A-Za-zα-ω0-9)]\s*$|(?<!\*)[-+]$")
 BAD_ESCAPE = re.compile(r'\\(?![\\"/bfnrtu])')
 SWALLOWED = {"\t": r"\t", "\x0c": r"\f", "\x08": r"\b", "\r": r"\r"}  # \theta, \frac, \beta, \rho in JSON
 
@@ -65,7 +66,8 @@ def read_answer(text: str) -> tuple[str, dict[str, float]]:
     for line in reversed(lines[-400:]):
         found = LEFT_SIDE.search(line[:2000]) if "=" in line else None
         if found:
-            taken.insert(0, EPILOGUE.sub("", line[found.start():][:2000]).strip())
+            factor = FACTOR.search(line[: found.start()])  # m*x'' = … is no equation for x''
+            taken.insert(0, EPILOGUE.sub("", line[factor.start() if factor else found.start():][:2000]).strip())
         elif taken and line.strip():
             break
     if not taken:
@@ -124,6 +126,7 @@ def one_spelling(text: str) -> str:
     text = re.sub(r"\\(?:text|mathrm|operatorname)\s*\{(\w{1,12})\}", r" \1 ", text)
     text = re.sub(r"\\([dt]?frac)\b", " frac ", text)
     text = re.sub(r"\\([A-Za-z]+)", lambda m: MATHS.get(m[1], f" {m[1]} "), text)
+    text = re.sub(r"(?<=\w)\[", "\0", text)  # x[0] is no product
     text = "".join(SIGNS.get(c, c) for c in unicodedata.normalize("NFC", text))
     return re.sub(r"(?<=[A-Za-z]) +(?='|_(?:d?dot)\b)", "", text)
 
@@ -242,13 +245,20 @@ class Grammar:
 
     def __init__(self, tokens: list[Token], names: dict[str, str], derivatives: dict[tuple[str, int], str]):
         """`names` maps each name that may occur to its symbol, `derivatives` each (name, order) to its symbol."""
-        self.tokens, self.names, self.derivatives = self._split_words(tokens, names), names, derivatives
+        self.tokens, self.names, self.derivatives = self._split_words(tokens, names, derivatives), names, derivatives
         self.place, self.level, self.bars = 0, 0, 0
 
-    def _split_words(self, tokens: list[Token], names: dict[str, str]) -> list[Token]:
+    def _split_words(self, tokens: list[Token], names: dict[str, str], derivatives: dict) -> list[Token]:
         """Words that are several names written together (kx, mg, Lsin) become those names."""
         out = []
         for i, token in enumerate(tokens):
+            if token.kind == "derivative" and not token.slash:  # bx'
+                for of in {name for name, _ in derivatives if token.text.endswith(name) and token.text != name}:
+                    ways = list(_ways(token.text.removesuffix(of), tuple(names), False))
+                    if len(ways) == 1:
+                        out += [Token("name", word, gap=token.gap and j == 0) for j, word in enumerate(ways[0])]
+                        token = dataclasses.replace(token, text=of, gap=False)
+                        break
             if token.kind != "name" or token.text in names or token.text in FUNCTIONS or token.text == "frac":
                 out.append(token)
                 continue
@@ -528,9 +538,10 @@ def _names_velocity(left: list[Token], right: str, coordinates, symbols: dict, v
         if derivative.kind == "derivative" and derivative.order == 1 and derivative.text in second:
             if name.kind != "name":
                 break
-            if velocities.get(name.text.replace("_", ""), derivative.text) != derivative.text or name.text in symbols | FUNCTIONS:
+            bare = name.text.replace("_", "")
+            if velocities.get(bare, derivative.text) != derivative.text or name.text in symbols | FUNCTIONS:
                 raise ParseError(f"{name.text[:20]} cannot name the velocity of {derivative.text}")
-            velocities[name.text.replace("_", "")] = derivative.text
+            velocities[bare] = derivative.text
             return True
     if left[0].kind == "derivative" and left[0].order == 1 and left[0].text in second:
         raise ParseError(f"d{left[0].text}/dt must be the velocity: {left[0].text} is of second order")

@@ -107,8 +107,8 @@ FAILED = dict.fromkeys(COMPONENTS, 0.0) | {"reason": "over the limits of time or
 
 
 # ---- the prompt
-GRAMMAR = ("The right-hand side may use the variables, t, the parameters, numbers, + - * / ^, brackets, and sin cos tan "
-           "exp log sqrt abs sign tanh.")
+GRAMMAR = ("The right-hand side may use the variables, t, the parameters, numbers, + - * / ^, brackets, and sin cos "
+           "tan exp log sqrt abs sign tanh.")
 
 
 def short(value: float) -> str:
@@ -132,7 +132,7 @@ def full_prompt(instance: Instance, rows: int) -> str:
     statistics = [f"{q.name}: {describe(instance.times, values)}"
                   for q, values in zip(system.coordinates, instance.observed, strict=True)]
     form = {"equation": "; ".join(f"{left} = ..." for left in left_sides(system)),
-            "params": {name: "..." for name in instance.parameters}, "rationale": "..."}
+            "params": dict.fromkeys(instance.parameters, "..."), "rationale": "..."}
     return "\n".join([
         f"A physical system was observed for {short(instance.times[-1])} s ({len(instance.times)} samples).",
         f"Variables: {'; '.join(variables)}; t in s.", f"Parameters: {', '.join(parameters)}.",
@@ -197,19 +197,23 @@ def variants(system_id: str) -> dict[str, str]:
     return spelt | {"broken": spelt["true"].removesuffix('"}') + "("}
 
 
-def demonstration(instance: Instance) -> str:
+def demonstration(instance: Instance, place: int) -> str:
     """A worked example for the tiny model: 25 % are right, 45 % lack a term, 20 % have a wrong sign, 10 % are broken.
 
     So a model that imitates them can write the true equation, but mostly does not: that it pays is what GRPO finds.
+    `place` makes the examples of one instance differ: there is nothing to learn by heart.
     """
-    luck = seed_of(0, "physics demonstration", instance.key) / 2**63
+    luck = seed_of(0, "physics demonstration", instance.key, place) / 2**63
     kind = "true" if luck < 0.25 else "missing" if luck < 0.70 else "sign" if luck < 0.90 else "broken"
     return variants(instance.system_id)[kind]
 
 
 # ---- the task
 class PhysicsTask(Task):
-    """Equations of motion from trajectories. A prompt's `gold` is the true equation, `meta["instance"]` its Instance."""
+    """Equations of motion from trajectories.
+
+    A prompt's `gold` is the true equation; its `meta` holds `instance` (Instance) and `new` (its system is held out).
+    """
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -279,7 +283,7 @@ class PhysicsTask(Task):
         instance = make_instance(system_id, number, part, self.args.noise)
         text = {"full": full_prompt, "brief": brief_prompt}[self.args.prompt_style](instance, self.args.table_rows)
         return Prompt([{"role": "user", "content": text}], instance.system.equation,
-                      {"instance": instance, "new": system_id in self.new, "shown": part == "heldout"})
+                      {"instance": instance, "new": system_id in self.new})
 
     def start_from(self) -> str:
         """The model, or the adapter on its base, that --init-adapter or --sft-checkpoint names."""
@@ -335,8 +339,8 @@ class PhysicsTask(Task):
             text = f"No trajectory follows from your answer ({result['reason']})."
         else:
             t, name, seen, simulated = result["worst"]
-            text = (f"Your equation {result['equation']} has R^2 = {result['match']:.3f}. The residual is largest at t = "
-                    f"{short(t)}: {name} is {short(seen)} there, your equation gives {short(simulated)}.")
+            text = (f"Your equation {result['equation']} has R^2 = {result['match']:.3f}. The residual is largest at "
+                    f"t = {short(t)}: {name} is {short(seen)} there, your equation gives {short(simulated)}.")
         return [{"role": "user", "content": text + " Improve it and answer with one JSON object of the same form."}]
 
     # ---- metrics
@@ -373,9 +377,9 @@ class PhysicsTask(Task):
             raise TrainingFailed(f"none of {self.answers} rollouts could be read as an equation of motion: nothing was "
                                  "learned; look at completions/, raise --max-new, or begin from a warm start "
                                  "(python -m tasks.physics sft)")
-        return ["reading guide: match and correctness up is what counts; format up alone means valid JSON and no more; "
-                "simplicity up with match down means that short equations are preferred to right ones; loss down "
-                "without reward up is a red flag; eval_match far under match means that instances were learned by heart"]
+        return ["reading guide: match and correctness up is what counts; format up alone means that answers can be "
+                "read and no more; simplicity up with match down means that short equations are preferred to right "
+                "ones; loss down without reward up is a red flag; eval_match far under part_match: learned by heart"]
 
     def state_dict(self) -> dict:
         return super().state_dict() | {"parsed": self.parsed, "answers": self.answers}
@@ -386,13 +390,13 @@ class PhysicsTask(Task):
 
     # ---- the warm start
     def demonstration_prompts(self) -> list[Prompt]:
-        """Training instances, and more of the same systems: no held-out one."""
+        """Eight times each of 64 training instances of the run's systems: no held-out one."""
         systems = dict.fromkeys(prompt.meta["instance"].system_id for prompt in self.train)
-        return [self._prompt(name, i, "train") for i in range(max(160, self.args.instances_per_system))
-                for name in systems]
+        return [self._prompt(name, i, "train") for i in range(64) for name in systems] * 8
 
     def demonstrations(self, prompts: list[Prompt]) -> list[list[dict]]:
-        return [[{"role": "assistant", "content": demonstration(prompt.meta["instance"])}] for prompt in prompts]
+        return [[{"role": "assistant", "content": demonstration(prompt.meta["instance"], place)}]
+                for place, prompt in enumerate(prompts)]
 
 
 def shares(flags: list[dict[str, Any]]) -> dict[str, float]:

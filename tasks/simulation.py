@@ -72,9 +72,10 @@ class _Quiet(LSODA):
 
 def simulate(equation: Equation, values: dict[str, float], initial: dict[str, float], times: np.ndarray,
              rtol: float = RTOL, calls: int = CALLS) -> np.ndarray:
-    """Trajectories of the coordinates at `times`, shape (coordinates, len(times)), from the state `initial` at times[0].
+    """Trajectories of the coordinates at `times`, shape (coordinates, len(times)), from `initial` at times[0].
 
-    `values` are the parameters'; those that the answer states itself come before them. Raises SimulationFailed.
+    `initial` has every state by name; `values` are the parameters'; those
+    that the answer states itself come before them. Raises SimulationFailed.
     """
     values = {**values, **dict(equation.declared)}
     n, size = len(equation.orders), len(equation.states)

@@ -43,11 +43,12 @@ class Workers:
             self.sockets = [ours for ours, _ in pairs]
             theirs = [end.fileno() for _, end in pairs]
             paths = [os.path.abspath(path) for path in sys.path]
-            threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+            threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+            job = json.dumps([self.target, self.seconds, theirs, paths])
             self.process = subprocess.Popen(
-                [sys.executable, "-I", os.path.abspath(__file__), json.dumps([self.target, self.seconds, theirs, paths])],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=theirs,
-                start_new_session=True, env={**os.environ, **threads})
+                [sys.executable, "-I", os.path.abspath(__file__), job], pass_fds=theirs, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env={**os.environ, **threads})
             for _, end in pairs:
                 end.close()
 
@@ -75,7 +76,7 @@ class Workers:
 
     def _run(self, jobs: list[Any]) -> tuple[list[Any], bool]:
         results, waiting, busy = [None] * len(jobs), list(range(len(jobs)))[::-1], {}
-        buffers = {end: b"" for end in self.sockets}
+        buffers = dict.fromkeys(self.sockets, b"")
         with selectors.DefaultSelector() as selector:
             for end in self.sockets[: len(jobs)]:
                 selector.register(end, selectors.EVENT_READ)
