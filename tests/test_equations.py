@@ -125,8 +125,8 @@ def test_a_coordinate_without_an_equation_is_named():
 
 
 # ---- the answer within a completion
-JSON = '{"equation": "d2x/dt2 = -(k/m)*x", "params": {"k": 4, "m": "2.5", "z": "?", "q": true},
-        "rationale": "a {spring}"}'
+JSON = ('{"equation": "d2x/dt2 = -(k/m)*x", "params": {"k": 4, "m": "2.5", "z": "?", "q": true}, '
+        '"rationale": "a {spring}"}')
 
 
 @pytest.mark.parametrize("text", [
@@ -278,8 +278,7 @@ def throw(text):
         warnings.simplefilter("error")
         verdict = score_answer(text, spring)
     assert time.perf_counter() - start < 1, text
-    assert all(0 <= verdict[name] <= 1 for name in ("match", "match_dense", "correctness", "simplicity", "format")),
-    text
+    assert all(0 <= verdict[name] <= 1 for name in ("match", "match_dense", "correctness", "simplicity", "format"))
     assert (verdict["format"] == 1) == (verdict["reason"] is None)
     assert verdict["format"] == 1 or verdict["match"] == 0
 
