@@ -115,6 +115,14 @@ def read_evals(path: Path) -> dict[str, tuple[list[float], list[float | None]]]:
     return {"eval_" + key.removeprefix("eval_"): (steps, values) for key, values in columns.items()}
 
 
+def read_curves(path: Path) -> list[dict]:
+    """`curves` of the newest evaluation's answers: title, x_label, x, and y by name for `points` and for `lines`."""
+    for line in reversed(path.read_text("utf-8", errors="replace").split("\n") if path.exists() else []):
+        with suppress(ValueError, TypeError, KeyError):
+            return [answer["curves"] for answer in json.loads(line)["answers"] if "curves" in answer]
+    return []
+
+
 def read_run(folder: str | Path) -> Run:
     """Reads a run folder, finished or not. ValueError, one sentence, where it is no run or has not begun."""
     if not (folder := Path(folder)).is_dir():
@@ -214,6 +222,24 @@ def draw_figure(runs: list[Run], panels: list[Panel], smooth: float = 0.8) -> Fi
 
 
 @matplotlib.rc_context(STYLE)
+def draw_curves(name: str, curves: list[dict]) -> Figure | None:
+    """Observations as dots and what was fitted to them as lines, a panel each; the axes are those of the dots."""
+    down = -(-len(curves) // (across := min(3, len(curves) or 1)))
+    figure = Figure(figsize=(4.3 * across + (across == 1), 2.9 * down + 0.4), layout="constrained")
+    for i, curve in enumerate(curves):
+        ax = figure.add_subplot(down, across, i + 1, title=plain(curve["title"]), xlabel=plain(curve["x_label"]))
+        for kind, look in (("points", {"marker": ".", "ls": "", "alpha": 0.5}), ("lines", {"linewidth": 1.7})):
+            for j, (label, values) in enumerate(curve[kind].items()):
+                values = [math.nan if y is None else y for y in map(number, values)]
+                ax.plot(curve["x"], values, color=COLOURS[j], label=plain(label) if kind == "points" else None, **look)
+            if kind == "points":
+                ax.set_ylim(ax.get_ylim())
+        ax.legend(loc="upper right")
+    figure.suptitle(plain(name), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    return figure if curves else None
+
+
+@matplotlib.rc_context(STYLE)
 def save(figure: Figure, path: Path) -> Path:
     """Writes beside the target and renames, so that a viewer never sees half a picture."""
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
@@ -242,6 +268,7 @@ def plot_run(folder: str | Path, out_dir: str | Path | None = None, smooth: floa
     run, out_dir = read_run(folder), Path(out_dir or Path(folder) / "plots")
     out_dir.mkdir(parents=True, exist_ok=True)
     figures = {name: draw_figure([run], panels, smooth) for name, panels in standard(run).items()}
+    figures["curves"] = draw_curves(run.name, read_curves(Path(folder) / "eval.jsonl"))
     return [save(figure, out_dir / f"{name}.png") for name, figure in figures.items() if figure]
 
 

@@ -77,6 +77,7 @@ from data import (
 from engine import Row, choose_engine, fill_logps, micro_batches, pad, rollout, token_logps
 from eval import evaluate, judge, strict_json
 from rewards import length_penalty
+from tasks import publish
 from tasks.tiny import tiny_model
 
 transformers.logging.disable_progress_bar()
@@ -183,6 +184,10 @@ class Args:
     eval_temperature: float = 0.8  # of those samples
     save_every: int = 50  # steps between checkpoints; the last step always saves
     keep_last: int = 2  # newest checkpoints that are kept; 0: all
+    save_method: Literal["lora", "merged_16bit", "merged_4bit"] = "lora"  # merged: one model in model/ at the end
+    push_to_hub: str = ""  # hub repository that gets the model at the end
+    hub_checkpoint_repo: str = ""  # hub repository that gets every checkpoint
+    report_to: Literal["none", "wandb", "tensorboard"] = "none"  # also log there what metrics.csv gets
     save_completions: bool = True  # completions/step_N.jsonl.gz
 
 
@@ -1194,7 +1199,7 @@ def write_folder(target: Path, fill) -> None:
     os.close(handle)
 
 
-def save_checkpoint(run: Run, policy: Policy, optimizer: Optimizer, state: dict, args) -> None:
+def save_checkpoint(run: Run, policy: Policy, optimizer: Optimizer, state: dict, args) -> Path:
     """checkpoints/step_N: the weights, the optimizer and `state`, whole or not at all."""
     def fill(folder: Path) -> None:
         save_model(policy, folder)
@@ -1203,11 +1208,12 @@ def save_checkpoint(run: Run, policy: Policy, optimizer: Optimizer, state: dict,
 
     target = run.folder / "checkpoints" / f"step_{state['step']}"
     if target.exists() and is_whole(target):
-        return
+        return target
     write_folder(target, fill)
     if args.keep_last:
         for old in checkpoints(run.folder)[args.keep_last :]:
             shutil.rmtree(old, ignore_errors=True)
+    return target
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -1470,6 +1476,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.name and not resume_from and not command.overwrite and (Path(args.out) / args.name).exists():
         raise folder_exists(Path(args.out) / args.name)  # now, not after the model is loaded
 
+    publish.check(args)
+
     # 0. task, policy, optimizer, run folder
     if args.deterministic:  # even switching it off imports half of PyTorch: three seconds
         torch.use_deterministic_algorithms(True)
@@ -1496,6 +1504,7 @@ def main(argv: list[str] | None = None) -> int:
         run = Run.create(args, task, command.overwrite)
     write_atomic(run.folder / "config.json", json.dumps(describe_run(args, sources), indent=1).encode())
     say.attach(run.folder / "console.log")
+    reporter = publish.Reporter(args, run.folder, dataclasses.asdict(args), state["step"], say)
     trained = sum(master.numel() for _, master in optimizer.pairs)
     say(f"{run.folder}: task {args.task}, model {args.model} on {policy.device}, {trained:,} trained weights, "
         f"engine {policy.engine}"
@@ -1561,6 +1570,7 @@ def main(argv: list[str] | None = None) -> int:
                     "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None}
             rows.append(row)
             run.log(row)
+            reporter.log(row)
             say(console_line(row, args))
             say.bar.update(1)
             if args.save_completions:
@@ -1570,7 +1580,8 @@ def main(argv: list[str] | None = None) -> int:
                     warned[kind] = step
                     say(f"  warning: {text}")
             if last or (args.save_every and step % args.save_every == 0):
-                save_checkpoint(run, policy, optimizer, state, args)
+                checkpoint = save_checkpoint(run, policy, optimizer, state, args)
+                publish.publish(policy, run.folder, checkpoint, step, last, say)
             if early:
                 status = f"stopped early: reward std under {args.early_stop_std} for {args.early_stop_patience} steps"
                 break
@@ -1590,6 +1601,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         say.bar.close()
         say.bar = None
+        reporter.close()
     finish(run, args, rows, evals, status, began, say)
     return code
 

@@ -236,8 +236,8 @@ class PhysicsTask(Task):
         sft_checkpoint: str = ""  # begin from this merged model (folder or hub id), as --model does
         score_workers: int = 0  # processes that judge completions; 0: one a core, at most 16
 
-    columns = ("parsed_share", "simulated_share")
-    eval_columns = ("parsed_share", "simulated_share", "match", "match_new_systems")
+    columns = ("parsed_share", "simulated_share", "match", "correctness")
+    eval_columns = (*columns, "match_new_systems")
 
     def __init__(self, args):
         super().__init__(args)
@@ -257,7 +257,7 @@ class PhysicsTask(Task):
         self.deal(train[: args.limit] if args.limit else train, held)
         if self.new:
             self.notes.append(f"{', '.join(self.new)} are held out whole: only evaluation shows them")
-        if not (args.init_adapter or args.sft_checkpoint) and getattr(args, "model", "tiny") != "tiny":
+        if not (args.init_adapter or args.sft_checkpoint) and args.model != "tiny":
             self.notes.append("neither --init-adapter nor --sft-checkpoint: GRPO begins from a model that has seen no "
                               "answer of this form (python -m tasks.physics sft makes a warm start)")
 
@@ -353,10 +353,7 @@ class PhysicsTask(Task):
     def observe_eval(self, groups: list[Group]) -> dict[str, float]:
         flags = [score.flags for group in groups for score in group.scores]
         new = [score.flags["match"] for group in groups for score in group.scores if group.prompt.meta["new"]]
-        found = shares(flags)
-        if flags:
-            found["match"] = float(np.mean([flag["match"] for flag in flags]))
-        return found | ({"match_new_systems": float(np.mean(new))} if new else {})
+        return shares(flags) | ({"match_new_systems": float(np.mean(new))} if new else {})
 
     def eval_fields(self, index: int, group: Group) -> dict[str, Any]:
         """For the first held-out prompts the observed trajectory and the answer's, which the plots show."""
@@ -400,9 +397,13 @@ class PhysicsTask(Task):
 
 
 def shares(flags: list[dict[str, Any]]) -> dict[str, float]:
-    """Shares of answers that could be read, and that could also be simulated."""
-    return {f"{name}_share": float(np.mean([bool(flag.get(name)) for flag in flags]))
-            for name in ("parsed", "simulated")} if flags else {}
+    """Shares of answers that could be read, and that could also be simulated; mean R²; share with R² >= 0.70."""
+    if not flags:
+        return {}
+    match = np.array([flag.get("match", 0.0) for flag in flags])
+    return {"parsed_share": float(np.mean([bool(flag.get("parsed")) for flag in flags])),
+            "simulated_share": float(np.mean([bool(flag.get("simulated")) for flag in flags])),
+            "match": float(match.mean()), "correctness": float((match >= CORRECT).mean())}
 
 
 def reasons(scores: list[Score]) -> Counter[str]:
