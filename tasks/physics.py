@@ -243,8 +243,8 @@ class PhysicsTask(Task):
         super().__init__(args)
         self._check(args)
         names = [*COMPONENTS, *(["progress"] if args.refine_turns else [])]
-        self.parts = tuple(name for name in names if args.ablation in ("none", "no_progress", f"no_{name}")
-                           and args.ablation != f"no_{name}" or name == "progress")
+        left_out = "" if args.ablation == "no_progress" else args.ablation.removeprefix("no_")
+        self.parts = tuple(name for name in names if name != left_out)
         self.weights = {name: getattr(args, f"weight_{name}") for name in self.parts}
         self.workers = shared_workers("tasks.physics:score_job", args.score_workers)
         self.workers.start()  # their imports take a second: meanwhile the model loads

@@ -124,7 +124,7 @@ def push(run: Path, source: Path, repo: str, step: int, say) -> None:
 
 
 def publish(policy, run: Path, checkpoint: Path, step: int, last: bool, say) -> None:
-    """After a save: the pushes, and after the last one the merged model in model/ (else the checkpoint is the model)."""
+    """After a save: the pushes; after the last one the merged model in model/ (else the checkpoint is the model)."""
     args = policy.args
     if args.hub_checkpoint_repo:
         push(run, checkpoint, args.hub_checkpoint_repo, step, say)
