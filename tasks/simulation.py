@@ -47,7 +47,7 @@ def _power(base: float, exponent: float) -> float:
 @functools.lru_cache(maxsize=1024)
 def compiled(expressions: tuple[sympy.Expr, ...], names: tuple[str, ...]):
     """A function of floats, in the order of `names`, that returns the list of the expressions' values."""
-    printer = _Code({"fully_qualified_modules": False, "allow_unknown_functions": True})
+    printer = _Code({"fully_qualified_modules": False, "allow_unknown_functions": True, "order": "none"})
     table = FUNCTIONS | {"power": _power, "pi": math.pi}
     symbols = [sympy.Symbol(name) for name in names]
     return sympy.lambdify(symbols, list(expressions), modules=[table], printer=printer, cse=False)

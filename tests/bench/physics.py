@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data import Prompt
-from tasks.physics import PhysicsTask, variants
+from tasks.physics import PhysicsTask, score_answer, variants
 from tasks.systems import SYSTEMS, make_instance
 
 HOSTILE = ["1e9*sin(1e9*t)", "1e12*({q} - sin(t))", "-1e8*{q}*t", "exp({q}^4)*1e6", "{q}^9", "1/(t - 1)", "log({q} - 1e3)",
@@ -69,6 +69,12 @@ def main() -> None:
         honest += [first for first, _ in pairs]
         ratios[kind] = statistics.median(second / first for first, second in pairs)
     rate = 64 / statistics.median(honest)
+    start, asked = time.process_time(), batch(20_000)
+    made = time.process_time() - start
+    for prompt, text in asked:
+        score_answer(text, prompt)
+    spent = (time.process_time() - start - made) / len(asked)
+    print(f"{1e3 * spent:.1f} ms of CPU time a completion: {own.workers / spent:.0f} a second on {own.workers} idle cores")
     print(f"{rate:.0f} typical completions a second with {own.workers} workers (median of {len(honest)} batches of 64)")
     for kind, ratio in ratios.items():
         print(f"{ratio:5.2f} x  an honest batch, with one in eight {kind}")
