@@ -16,6 +16,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
+import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 import transformers
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from data import Prompt, Rollout, TrainingFailed, UserError
 
@@ -63,7 +67,7 @@ def keep_top(p: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 class Draws:
-    """What was sampled so far, (B, T) each, and which rows go on."""
+    """What is sampled in one turn, (B, T) each, and which rows go on. A row that ended draws on, for nothing."""
 
     def __init__(self, rows: list[Rollout], room: list[int], uniforms: Tensor, policy, temperature: float):
         args, shape, device = policy.args, (len(rows), max(room)), policy.device
@@ -74,35 +78,41 @@ class Draws:
         self.logp, self.entropy, self.filtered = (torch.zeros(shape, device=device) for _ in range(3))
         self.length = torch.zeros(len(rows), dtype=torch.long, device=device)
         self.ended = torch.zeros(len(rows), dtype=torch.bool, device=device)  # by a stop id
+        self.going = self.room > 0
 
-    def add(self, logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw the next token of the rows `index` (b,) from logits (b, V); returns tokens and which rows go on."""
-        t = self.length[index]
-        token, logp, entropy, filtered = draw(logits, self.uniforms[index, t], *self.settings)
+    def add(self, logits: Tensor, index: Tensor, t: int) -> Tensor:
+        """Draw token `t` of the turn for the rows `index` (b,) from logits (b, V); nothing here waits for the GPU."""
+        token, *values = draw(logits, self.uniforms[index, t], *self.settings)
         self.tokens[index, t] = token
-        for kept, new in ((self.logp, logp), (self.entropy, entropy), (self.filtered, filtered)):
+        for kept, new in zip((self.logp, self.entropy, self.filtered), values, strict=True):
             kept[index, t] = new.to(kept.dtype)
-        self.length[index] = t + 1
-        self.ended[index] = torch.isin(token, self.stop)
-        return token, ~self.ended[index] & (t + 1 < self.room[index])
+        going, stopped = self.going[index], torch.isin(token, self.stop)
+        self.length[index] += going
+        self.ended[index] |= going & stopped
+        self.going[index] = going & ~stopped & (t + 1 < self.room[index])
+        return token
 
     def write(self, rows: list[Rollout], policy) -> float:
         """Append what was sampled to the rollouts; returns the mean filtered mass."""
-        ended, masses = self.ended.tolist(), []
-        for i, (row, n) in enumerate(zip(rows, self.length.tolist(), strict=True)):
-            tokens, logp = self.tokens[i, :n].tolist(), self.logp[i, :n].tolist()
-            if not np.isfinite(logp).all():
+        columns = (x.tolist() for x in (self.tokens, self.logp, self.entropy, self.filtered, self.ended, self.length))
+        masses = []
+        for row, tokens, logp, entropy, filtered, ended, n in zip(rows, *columns, strict=True):
+            if not np.isfinite(logp[:n]).all():
                 raise TrainingFailed("the policy's probabilities are not finite (NaN or Inf): the weights are broken")
-            row.stop = "stop" if ended[i] else "length" if n == policy.args.max_new else "context"
-            row.ids += tokens
-            row.mask += [1] * n
-            row.logp += logp
-            row.entropy += self.entropy[i, :n].tolist()
-            row.version += [policy.version] * n
-            masses += self.filtered[i, :n].tolist()
-            said = policy.tokenizer.decode(tokens, skip_special_tokens=True)
+            row.stop = "stop" if ended else "length" if n == policy.args.max_new else "context"
+            extend(row, tokens[:n], 1, logp[:n], entropy[:n], policy.version)
+            masses += filtered[:n]
+            said = policy.tokenizer.decode(tokens[:n], skip_special_tokens=True)
             row.turns.append({"role": "assistant", "content": said})
         return float(np.mean(masses)) if masses else 0.0
+
+
+def extend(row: Rollout, ids: list[int], mask: int, logp: list[float], entropy: list[float], version: int) -> None:
+    """Append tokens with one mask and version to a rollout."""
+    n = len(ids)
+    for kept, new in ((row.ids, ids), (row.mask, [mask] * n), (row.logp, logp), (row.entropy, entropy),
+                      (row.version, [version] * n)):
+        kept += new
 
 
 # ------------------------------------------------------------------------------------------------ attention by plan
@@ -136,39 +146,84 @@ def planned_forward(hf, ids: Tensor, positions: Tensor, plan) -> Tensor:
     return out.last_hidden_state[0]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """q (b, H, m, d), k and v (b, K, S, d), mask (b, 1, m, S) -> (b, m, H, d).
+class Plan:
+    """Which keys each query sees; attention masks are made once for all layers."""
 
-    The H / K query heads that share a key head are folded into its query axis, so keys are never repeated.
-    """
-    b, heads, m, d = q.shape
-    fold = heads // k.shape[1]
-    q = q.reshape(b, k.shape[1], fold * m, d)
-    mask = mask.expand(b, 1, m, k.shape[2]).repeat(1, 1, fold, 1) if fold > 1 and m > 1 else mask
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-    return out.reshape(b, heads, m, v.shape[-1]).transpose(1, 2)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, block: int, distance: Tensor, scaling: float | None,
+                  window: int | None) -> Tensor:
+        """q (b, H, m, d), k and v (b, K, S, d) -> (b, m, H, d); distance (b, m, S) from key to query, below 0 unseen.
+
+        The H / K query heads that share a key head are folded into its query axis, so keys are never repeated.
+        """
+        b, heads, m, d = q.shape
+        fold = heads // k.shape[1]
+        key = (block, window)
+        if key not in self.masks:
+            seen = (distance >= 0) & (distance < window) if window else distance >= 0
+            mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+            self.masks[key] = (mask.repeat(1, fold, 1) if m > 1 else mask)[:, None]
+        q = q.reshape(b, k.shape[1], fold * m, d)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.masks[key], scale=scaling)
+        return out.reshape(b, heads, m, v.shape[-1]).transpose(1, 2)
 
 
-class Cache:
-    """Keys and values of many rows, (B, K, S, d) a layer, fed with any number of new tokens a row. A plan."""
+class Cache(Plan):
+    """Keys and values of many rows, (B, K, S, d) a layer, and how many tokens of each row they hold."""
 
     def __init__(self, rows: int, capacity: int, device):
         self.capacity, self.device = capacity, device
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.length = torch.zeros(rows, dtype=torch.long)
+        self.length, self.longest = torch.zeros(rows, dtype=torch.long, device=device), 0
+        self.graphs: dict[int, tuple] = {}
 
-    def feed(self, hf, ids: Tensor, counts: Tensor) -> Tensor:
-        """Feed new tokens, ids (N,), of which row i gets counts[i]; returns the hidden state (B, D) after each last."""
-        start, row = self.length, torch.repeat_interleave(torch.arange(len(counts)), counts)
-        ends = counts.cumsum(0)
+    def feed(self, hf, new: list[list[int]]) -> Tensor:
+        """Feed row i the tokens new[i], one or more; returns the hidden state (B, D) after each row's last."""
+        counts = torch.tensor([len(ids) for ids in new])
+        ends, row = counts.cumsum(0), torch.repeat_interleave(torch.arange(len(new)), counts)
         at = torch.arange(len(row)) - (ends - counts)[row]
-        position = (start[row] + at).clamp(max=self.capacity - 1)  # beyond is only a row that ended
-        self.length = (start + counts).clamp(max=self.capacity)
-        self.seen, self.m = int(self.length.max()), int(counts.max())
-        self.row, self.at, self.position = (x.to(self.device) for x in (row, at, position))
-        asking = (start[:, None] + torch.arange(self.m)).to(self.device)  # (B, m), padded queries too
-        self.distance = asking[:, None, :, None] - torch.arange(self.seen, device=self.device)
-        return planned_forward(hf, ids.to(self.device), self.position, self)[(ends - 1).to(self.device)]
+        self.row, self.at, ends, counts = (x.to(self.device) for x in (row, at, ends, counts))
+        self.position, self.m = self.length[self.row] + self.at, int(counts.max())
+        self.seen = self.longest = int((self.length + counts).max())
+        asking = self.length[:, None] + torch.arange(self.m, device=self.device)  # (B, m), padded queries too
+        self.distance = asking[:, :, None] - torch.arange(self.seen, device=self.device)
+        self.length, self.masks = self.length + counts, {}
+        ids = torch.tensor([t for ids in new for t in ids], device=self.device)
+        return planned_forward(hf, ids, self.position, self)[ends - 1]
+
+    def step(self, hf, token: Tensor, graphs: bool) -> Tensor:
+        """Feed one token a row (B,); returns the logits (B, V). With `graphs`, replayed as a CUDA graph."""
+        self.longest = min(self.longest + 1, self.capacity)
+        self.seen = min(self.capacity, -(-self.longest // 256) * 256) if graphs else self.longest
+        if not graphs:
+            return self.one_each(hf, token)
+        if self.seen not in self.graphs:
+            self.graphs[self.seen] = self.capture(hf, token)
+        graph, fed, logits = self.graphs[self.seen]
+        fed.copy_(token)
+        graph.replay()
+        return logits
+
+    def one_each(self, hf, token: Tensor) -> Tensor:
+        """`step` in operations on the device alone, at shapes that depend on `seen` only."""
+        self.row, self.m, self.masks = torch.arange(len(token), device=self.device), 1, {}
+        self.position = self.length.clamp(max=self.capacity - 1)  # beyond is only a row that ended
+        self.distance = self.position[:, None, None] - torch.arange(self.seen, device=self.device)
+        self.length += 1
+        return hf.get_output_embeddings()(planned_forward(hf, token, self.position, self))
+
+    def capture(self, hf, token: Tensor) -> tuple:
+        """The graph of `one_each` at this `seen`, with the tensors that it reads and writes."""
+        fed, before, stream = token.clone(), self.length.clone(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels and workspaces are chosen before the capture
+            for _ in range(2):
+                self.one_each(hf, fed)
+                self.length.copy_(before)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.one_each(hf, fed)
+        return graph, fed, logits
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """q (H, N, d), k and v (K, N, d) of the new tokens -> (N, H, d)."""
@@ -178,20 +233,33 @@ class Cache:
         keys, values = self.layers[layer]
         keys[self.row, :, self.position] = k.transpose(0, 1)
         values[self.row, :, self.position] = v.transpose(0, 1)
-        mask = (self.distance >= 0) & (self.distance < window) if window else self.distance >= 0
         queries = q.transpose(0, 1)[:, None]
         if self.m > 1:
             queries = q.new_zeros(len(self.length), self.m, len(q), q.shape[-1])
             queries[self.row, self.at] = q.transpose(0, 1)
-        out = attend(queries.transpose(1, 2), keys[:, :, : self.seen], values[:, :, : self.seen], mask, scaling)
-        return out[self.row, self.at]
+        out = self.attention(queries.transpose(1, 2), keys[:, :, : self.seen], values[:, :, : self.seen], 0,
+                             self.distance, scaling, window)
+        return out[self.row, self.at] if self.m > 1 else out[:, 0]
 
-    def arrange(self, index: list[int]) -> None:
-        """Row i becomes what row index[i] was: expansion over a group, removal and reordering alike."""
-        picked, seen = torch.tensor(index), int(self.length.max())
-        self.length = self.length[picked]
-        self.layers = {layer: tuple(F.pad(old[picked.to(self.device), :, :seen], (0, 0, 0, self.capacity - seen))
-                                    for old in pair) for layer, pair in self.layers.items()}
+
+def gather(sources: list[tuple[Cache, int]], capacity: int) -> Cache:
+    """A cache whose row i copies row `place` of `cache`, (cache, place) being sources[i].
+
+    Expansion over a group, removal, reordering and reunion alike.
+    """
+    out = Cache(len(sources), capacity, sources[0][0].device)
+    for cache in {id(cache): cache for cache, _ in sources}.values():
+        pairs = [(i, place) for i, (source, place) in enumerate(sources) if source is cache]
+        to, of = torch.tensor(pairs, device=out.device).T
+        seen = min(cache.longest, capacity)
+        out.length[to] = cache.length[of]
+        for layer, old in cache.layers.items():
+            new = out.layers.setdefault(layer, tuple(x.new_zeros(len(sources), x.shape[1], capacity, x.shape[3])
+                                                     for x in old))
+            for x, y in zip(new, old, strict=True):
+                x[to, :, :seen] = y[of, :, :seen]
+    out.longest = min(int(out.length.max()), capacity)
+    return out
 
 
 def choose_engine(policy, say) -> str:
@@ -210,109 +278,160 @@ def choose_engine(policy, say) -> str:
         with torch.no_grad():
             draws = Draws(rows, [6] * 4, torch.full((4, 6), 0.5), policy, 1.0)
             draws.stop = draws.stop[:0]
-            decode(policy, rows, draws)
+            decode(policy, rows, draws, {})
             draws.write(rows, policy)
-            logps = [draws.logp]
-            for policy.engine in ("fast", "generate"):
-                logps.append(token_logps(policy, hf, [Row(row, 0.0) for row in rows], 1.0)[0])
-        gap = max((logps[-1] - other).abs().mean().item() for other in logps[:-1])
-        if not gap < (0.05 if next(hf.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-3):
-            raise NotImplementedError(f"log-probabilities differ by {gap:.2g}")
-        return "fast"
-    except (NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
+            close_enough(policy, rows, draws.logp)
+            policy.engine = "fast"
+            close_enough(policy, rows, token_logps(policy, hf, [Row(row, 0.0) for row in rows], 1.0)[0])
+    except FAULTS as error:
         if args.engine == "fast":
             raise UserError(f"--engine fast does not work with {args.model}: {error}; use --engine auto") from error
         say(f"engine generate: the fast one does not fit this model ({type(error).__name__}: {str(error)[:150]})")
         return "generate"
+    if args.packed_attention == "flex" or (args.packed_attention == "auto" and policy.device.type == "cuda"):
+        policy.flex = choose_flex(policy, rows, say)
+    return "fast"
+
+
+FAULTS = (NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError, ValueError, IndexError, ImportError)
+
+
+def close_enough(policy, rows: list[Rollout], logp: Tensor) -> None:
+    """Raises where log-probabilities (b, T) of the rows are not those of the plain path."""
+    engine, policy.engine = policy.engine, "generate"
+    with torch.no_grad():
+        expected = token_logps(policy, policy.hf, [Row(row, 0.0) for row in rows], 1.0)[0]
+    policy.engine = engine
+    gap = (expected - logp).abs().mean().item()
+    if not gap < (0.05 if next(policy.hf.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-3):
+        raise NotImplementedError(f"log-probabilities differ by {gap:.2g}")
+
+
+def choose_flex(policy, rows: list[Rollout], say) -> bool:
+    """Whether FlexAttention works here, forward and backward, on a few rows."""
+    policy.flex = True
+    try:
+        logp = token_logps(policy, policy.hf, [Row(row, 0.0) for row in rows], 1.0)[0]
+        if policy.device.type == "cuda":
+            logp.sum().backward()
+        close_enough(policy, rows, logp.detach())
+        return True
+    except (*FAULTS, torch._dynamo.exc.TorchDynamoException) as error:
+        if policy.args.packed_attention == "flex":
+            raise UserError(f"--packed-attention flex does not work here: {str(error)[:200]}") from error
+        say(f"packed attention by gathered blocks: FlexAttention fails here ({type(error).__name__})")
+        return False
+    finally:
+        policy.model.zero_grad(set_to_none=True)
 
 
 # ------------------------------------------------------------------------------------------------ rollout
 @torch.no_grad()
 def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int) -> list[list[Rollout]]:
-    """`n` rollouts of each prompt, in prompt order. One batch a turn, split only by --rollout-tokens."""
-    args, task = policy.args, policy.task
-    rows = []
+    """`n` rollouts of each prompt, in prompt order. One batch a turn, split only by --rollout-tokens.
+
+    The draws of a row depend on its place and turn alone, not on the rows that share its batch.
+    """
+    args, rows = policy.args, []
     for prompt in prompts:
         ids = policy.encode(prompt)
         if len(ids) >= policy.context:
             raise UserError(f"a prompt of {len(ids)} tokens leaves no room in the context of {policy.context}; raise "
                             "--context, or let the task's keep() drop it")
         rows += [Rollout(prompt, list(ids), [], [], [], [], "", []) for _ in range(n)]
-    generator = torch.Generator().manual_seed(seed)
-    active, masses = list(range(len(rows))), []
-    for turn in range(task.turns()):
-        uniforms = torch.rand(len(rows), args.max_new, generator=generator, dtype=torch.float64)
-        size = max(1, policy.rollout_tokens // (max((len(rows[i].ids) for i in active), default=0) + args.max_new))
-        for batch in (active[i : i + size] for i in range(0, len(active), size)):
-            masses.append(sample_turn(policy, [rows[i] for i in batch], uniforms[batch], temperature))
-        waiting = []
-        for i in active:
-            reply = task.reply(rows[i]) if rows[i].stop == "stop" else None
-            if reply and turn + 1 < task.turns():
-                waiting += [i] if observe_reply(policy, rows[i], reply) else []
-            elif reply:
-                rows[i].stop = "unfinished"
-        active = waiting
-        if not active:
-            break
+    longest = max((len(row.ids) for row in rows), default=0) + args.max_new * policy.task.turns()
+    size = max(1, policy.rollout_tokens // min(policy.context, longest))
+    policy.model.eval()
+    with merged_lora(policy):
+        masses = [mass for i in range(0, len(rows), size)
+                  for mass in converse(policy, rows[i : i + size], range(i, i + size), temperature, seed)]
     policy.filtered_mass = float(np.mean(masses)) if masses else 0.0
     return [rows[i : i + n] for i in range(0, len(rows), n)]
 
 
-def sample_turn(policy, rows: list[Rollout], uniforms: Tensor, temperature: float) -> float:
-    """One turn of all rows, which grow by what was sampled; returns the mean filtered mass."""
-    room = [min(policy.args.max_new, policy.context - len(row.ids)) for row in rows]
-    draws = Draws(rows, room, uniforms, policy, temperature)
-    policy.model.eval()
-    with merged_lora(policy):
-        (decode if policy.engine == "fast" else generate)(policy, rows, draws)
-    return draws.write(rows, policy)
+def converse(policy, rows: list[Rollout], places: range, temperature: float, seed: int) -> list[float]:
+    """All turns of one batch of rows, which grow; returns each turn's filtered mass."""
+    args, held, masses, active = policy.args, {}, [], list(range(len(rows)))
+    for turn in range(policy.task.turns()):
+        generator = torch.Generator().manual_seed(seed + turn)
+        uniforms = torch.rand(places.stop, args.max_new, generator=generator, dtype=torch.float64)[places.start :]
+        batch = [rows[i] for i in active]
+        room = [min(args.max_new, policy.context - len(row.ids)) for row in batch]
+        draws = Draws(batch, room, uniforms[active], policy, temperature)
+        (decode if policy.engine == "fast" else generate)(policy, batch, draws, held)
+        masses.append(draws.write(batch, policy))
+        active = [i for i in active if takes_turn(policy, rows[i], turn + 1 < policy.task.turns())]
+        if not active:
+            break
+    return masses
 
 
-def decode(policy, rows: list[Rollout], draws: Draws) -> None:
-    """The fast path: prefill what differs once, copy it to the rows that share it, then a token a row and step."""
-    hf, head = policy.hf, policy.hf.get_output_embeddings()
-    first: dict[tuple, int] = {}  # rows of one prompt are fed once
-    share = [first.setdefault((id(row.prompt), *row.ids), len(first)) for row in rows]
-    distinct = [rows[share.index(i)] for i in range(len(first))]
+def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) -> None:
+    """The fast path: prefill what differs once, copy it to the rows that share it, then a token a row and step.
+
+    `held` has, by id of a row, what an earlier turn left of it: (cache, place, tokens that stand there). Then only
+    what was added since is fed. It is renewed where another turn may follow.
+    """
+    hf, graphs = policy.hf, policy.args.cuda_graphs
+    many = policy.task.turns() > 1
     capacity = min(policy.context, max(len(row.ids) for row in rows) + draws.tokens.shape[1])
-    cache = Cache(len(distinct), capacity, policy.device)
-    policy.task.on_forward([row.prompt for row in distinct])
-    ids, counts = [t for row in distinct for t in row.ids], [len(row.ids) for row in distinct]
-    logits = head(cache.feed(hf, torch.tensor(ids), torch.tensor(counts)))[share]
-    cache.arrange(share)
-    index = alive = torch.arange(len(rows), device=policy.device)  # the batch's rows; the places that go on in it
-    while True:
-        token, going = draws.add(logits[alive], index[alive])
-        alive, token = alive[going], token[going]
-        if not len(alive):
-            return
-        if len(alive) < 0.8 * len(index):  # a copy of the cache, worth it where a fifth of the rows are spared
-            cache.arrange(alive.tolist())
-            index, alive = index[alive], torch.arange(len(alive), device=policy.device)
-        fed = torch.zeros_like(index)  # rows that ended and are still here are fed anything
-        fed[alive] = token
-        logits = head(cache.feed(hf, fed, torch.ones(len(fed), dtype=torch.long)))
+    if held:
+        cache = gather([held[id(row)][:2] for row in rows], capacity)
+        starts = [held[id(row)][2] for row in rows]
+        cache.length = torch.tensor(starts, device=policy.device)
+        hidden = cache.feed(hf, [row.ids[start:] for row, start in zip(rows, starts, strict=True)])
+    else:
+        first: dict[tuple, int] = {}  # rows of one prompt are fed once
+        share = [first.setdefault((id(row.prompt), *row.ids), len(first)) for row in rows]
+        distinct = [rows[share.index(i)] for i in range(len(first))]
+        policy.task.on_forward([row.prompt for row in distinct])
+        cache = Cache(len(distinct), max(len(row.ids) for row in distinct), policy.device)
+        hidden = cache.feed(hf, [row.ids for row in distinct])[share]
+        cache = gather([(cache, i) for i in share], capacity)
+        policy.task.on_forward([])
+    logits = hf.get_output_embeddings()(hidden)
+    index, ends = torch.arange(len(rows), device=policy.device), {}
+    every, spare = (16, 0.5) if policy.device.type == "cuda" else (1, 0.8)  # on a GPU looking is a wait, copying dear
+    for t in range(draws.tokens.shape[1]):
+        token = draws.add(logits, index, t)
+        if (t + 1) % every == 0 or t + 1 == draws.tokens.shape[1]:
+            alive = draws.going[index].nonzero()[:, 0]
+            if not len(alive):
+                break
+            if len(alive) <= spare * len(index):  # rows that ended leave; a copy of the cache, so not for each of them
+                if many:
+                    ends |= keep_ended(cache, index, alive)
+                cache = gather([(cache, i) for i in alive.tolist()], capacity)
+                index, token = index[alive], token[alive]
+        logits = cache.step(hf, token, graphs)
+    if many:
+        ends |= {row: (cache, i) for i, row in enumerate(index.tolist())}
+        cache.graphs = {}
+        length = draws.length.tolist()
+        held |= {id(row): (*ends[i], len(row.ids) + length[i] - 1) for i, row in enumerate(rows)}
+
+
+def keep_ended(cache: Cache, index: Tensor, alive: Tensor) -> dict[int, tuple[Cache, int]]:
+    """What a cache holds of the rows `index` that are not at the places `alive`, by row."""
+    gone = sorted(set(range(len(index))) - set(alive.tolist()))
+    apart = gather([(cache, i) for i in gone], cache.longest)
+    return {row: (apart, i) for i, row in enumerate(index[gone].tolist())}
 
 
 class OnlyChoice:
     """The only logits processor of `generate`: draws the tokens of the rows `index` and leaves no other choice."""
 
     def __init__(self, draws: Draws, index: Tensor):
-        self.draws, self.index, self.alive = draws, index, torch.arange(len(index), device=index.device)
+        self.draws, self.index, self.t = draws, index, 0
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        forced = torch.full_like(logits, -torch.inf)
-        forced[:, 0] = 0.0
-        token, going = self.draws.add(logits[self.alive], self.index[self.alive])
-        forced[self.alive, 0] = -torch.inf
-        forced[self.alive, token] = 0.0
-        self.alive = self.alive[going]
-        return forced
+        token = self.draws.add(logits, self.index, self.t)
+        self.t += 1
+        return torch.full_like(logits, -torch.inf).scatter_(1, token[:, None], 0.0)
 
 
-def generate(policy, rows: list[Rollout], draws: Draws) -> None:
-    """The plain path: `model.generate`, with the model's own generation config put aside.
+def generate(policy, rows: list[Rollout], draws: Draws, held: dict) -> None:
+    """The plain path: `model.generate`, with the model's own generation config put aside; each turn from its start.
 
     Rows of unequal room are apart: generate goes on to the largest, past what learned positions may have.
     """
@@ -362,11 +481,17 @@ def merged_lora(policy):
             layer._disable_adapters = False
 
 
-def observe_reply(policy, row: Rollout, reply: list[dict]) -> bool:
-    """Append a task's reply, as the chat template writes it after the policy's turn; False where no room is left.
+def takes_turn(policy, row: Rollout, may: bool) -> bool:
+    """Whether another turn follows: the task replies and there is room. The reply is appended as observations.
 
     What the policy wrote stays as it was sampled: only the template's text after it is tokenised.
     """
+    reply = policy.task.reply(row) if row.stop == "stop" else None
+    if not reply:
+        return False
+    if not may:
+        row.stop = "unfinished"
+        return False
     if isinstance(row.prompt.messages, str):
         raise UserError("a task that replies needs chat messages as its prompts, not plain text")
     mark = "replysuffixmark"
@@ -379,11 +504,7 @@ def observe_reply(policy, row: Rollout, reply: list[dict]) -> bool:
     if len(row.ids) + len(new) >= policy.context:
         row.stop = "context"
         return False
-    row.ids += new
-    row.mask += [0] * len(new)
-    row.logp += [0.0] * len(new)
-    row.entropy += [0.0] * len(new)
-    row.version += [-1] * len(new)
+    extend(row, new, 0, [0.0] * len(new), [0.0] * len(new), -1)
     return True
 
 
@@ -401,51 +522,85 @@ class Row:
     uncertain: list[bool] | None = None  # (T,) the tokens that --top-entropy selects
 
 
-class Packed:
+class Packed(Plan):
     """A plan for log-probabilities: one row of N tokens, each prompt once, then its completions' inputs.
 
-    A completion's queries see the keys of its prompt and its own, gathered by index; positions go on from the
-    prompt's. The last token of a completion predicts nothing and is left out.
+    A completion's queries see the keys of its prompt and its own; positions go on from the prompt's. The last token of
+    a completion predicts nothing and is left out. Attention is FlexAttention over the whole row, or scaled dot products
+    over keys and queries that are gathered to padded blocks of segments of similar length.
     """
 
-    def __init__(self, rows: list[Row], device):
-        ids, position, spans, self.prompts, queries, keys, predictors = [], [], {}, [], [], [], []
+    def __init__(self, rows: list[Row], device, flex: bool):
+        ids, position, prompts, self.prompts, self.segments, predictors = [], [], {}, [], [], []
         for r in (row.rollout for row in rows):
-            length = r.prompt_length
-            span = spans.get((id(r.prompt), *r.ids[:length]))
-            if span is None:
-                span = spans[(id(r.prompt), *r.ids[:length])] = range(len(ids), len(ids) + length)
+            length, before = r.prompt_length, len(ids)
+            prompt = prompts.setdefault((id(r.prompt), *r.ids[:length]), range(before, before + length))
+            if prompt.start == before:
                 ids += r.ids[:length]
                 position += range(length)
                 self.prompts.append(r.prompt)
+                self.segments.append((prompt, prompt[:0]))
             own = range(len(ids), len(ids) + len(r.mask) - 1)
             ids += r.ids[length:-1]
             position += range(length, length + len(own))
-            queries.append(own)
-            keys.append([*span, *own])
-            predictors += [place for place, m in zip([span[-1], *own], r.mask, strict=True) if m]
+            self.segments.append((own, prompt))
+            predictors += [place for place, m in zip([prompt[-1], *own], r.mask, strict=True) if m]
         self.ids, self.position, self.predictors = (
             torch.tensor(x, device=device) for x in (ids, position, predictors))
-        self.blocks, place, base = [], torch.empty(len(ids), dtype=torch.long, device=device), 0
-        for q, k in ((list(spans.values()), list(spans.values())), (queries, keys)):
-            q, k = pad(q, -1, torch.long, device), pad(k, -1, torch.long, device)
-            distance = self.position[q][:, :, None] - self.position[k][:, None].where(k[:, None] >= 0, 2**30)
-            self.blocks.append((q.clamp(min=0), k.clamp(min=0), distance[:, None]))
-            real = (q >= 0).flatten().nonzero()[:, 0]
-            place[q.flatten()[real]] = base + real
-            base += q.numel()
-        self.place = place  # of each of the N tokens in the blocks' padded outputs
+        self.masks: dict[tuple, Any] = {}
+        self.attend = self.flex if flex else self.by_blocks
+        self.own_and_prompt(device) if flex else self.make_blocks(device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    def make_blocks(self, device) -> None:
+        """Padded blocks of segments (queries; keys: the prompt's and their own), none under 0.6 of the longest."""
+        self.blocks, base = [], 0
+        self.place = torch.empty(len(self.ids), dtype=torch.long, device=device)  # of each token in the padded outputs
+        rest = sorted((part for part in self.segments if part[0]), key=lambda part: -len(part[0]))
+        while rest:
+            some = [part for part in rest if len(part[0]) >= 0.6 * len(rest[0][0])]
+            rest = rest[len(some) :]
+            q = pad([own for own, _ in some], -1, torch.long, device)
+            k = pad([[*prompt, *own] for own, prompt in some], -1, torch.long, device)
+            distance = self.position[q][:, :, None] - self.position[k][:, None].where(k[:, None] >= 0, 2**30)
+            self.blocks.append((q.clamp(min=0), k.clamp(min=0), distance))
+            real = (q >= 0).flatten().nonzero()[:, 0]
+            self.place[q.flatten()[real]] = base + real
+            base += q.numel()
+
+    def by_blocks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None
+                  ) -> Tensor:
         """q (H, N, d), k and v (K, N, d) -> (N, H, d)."""
         def rows(x: Tensor, index: Tensor) -> Tensor:
             return x.index_select(1, index.flatten()).view(x.shape[0], *index.shape, x.shape[-1]).transpose(0, 1)
 
-        outs = []
-        for query, key, distance in self.blocks:
-            mask = (distance >= 0) & (distance < window) if window else distance >= 0
-            outs.append(attend(rows(q, query), rows(k, key), rows(v, key), mask, scaling).flatten(0, 1))
+        outs = [self.attention(rows(q, query), rows(k, key), rows(v, key), i, distance, scaling, window).flatten(0, 1)
+                for i, (query, key, distance) in enumerate(self.blocks)]
         return torch.cat(outs).index_select(0, self.place)
+
+    def own_and_prompt(self, device) -> None:
+        """Number (N,) of each token's segment, and of its prompt's."""
+        first = {own.start: i for i, (own, prompt) in enumerate(self.segments) if not prompt}
+        own, prompt = zip(*((i, first[(before or span).start]) for i, (span, before) in enumerate(self.segments)
+                            for _ in span), strict=True)
+        self.own, self.prompt = torch.tensor(own, device=device), torch.tensor(prompt, device=device)
+
+    def flex(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        """As `by_blocks`; blocks of keys that no query of a block sees are skipped by the kernel."""
+        def sees(b, h, i, j):
+            near = (self.position[j] <= self.position[i]) & (self.position[i] - self.position[j] < (window or 2**30))
+            return near & ((self.own[j] == self.own[i]) | (self.own[j] == self.prompt[i]))
+
+        if window not in self.masks:
+            n = len(self.ids)
+            self.masks[window] = flex_attention.create_block_mask(sees, None, None, n, n, device=q.device)
+        kernel = compiled_flex() if q.is_cuda else flex_attention.flex_attention
+        out = kernel(q[None], k[None], v[None], block_mask=self.masks[window], scale=scaling, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+@functools.cache
+def compiled_flex():
+    return torch.compile(flex_attention.flex_attention, dynamic=True)
 
 
 def micro_batches(rows: list[Row], budget: int, packed: bool) -> list[list[Row]]:
@@ -487,7 +642,7 @@ def token_logps(policy, hf, rows: list[Row], temperature: float, entropy: bool =
     mask = pad([r.mask for r in rollouts], 0, torch.bool, policy.device)
     targets = pad([r.ids[r.prompt_length :] for r in rollouts], 0, torch.long, policy.device)[mask]
     if policy.engine == "fast":
-        plan = Packed(rows, policy.device)
+        plan = Packed(rows, policy.device, policy.flex)
         policy.task.on_forward(plan.prompts)
         hidden = planned_forward(hf, plan.ids, plan.position, plan).index_select(0, plan.predictors)
         logp, h = chunked_logps(hf.get_output_embeddings(), hidden, targets, temperature, entropy)
@@ -535,6 +690,37 @@ def chunked_logps(head, x: Tensor, targets: Tensor, temperature: float, entropy:
              for a, b in zip(x.split(chunk), targets.split(chunk), strict=True)]
     logp, h = (torch.cat(values) for values in zip(*parts, strict=True))
     return logp, h if entropy else None
+
+
+def measure_budget(policy, say, fallback: int = 16_384) -> int:
+    """The micro-batch budget, in tokens, with the most tokens a second forward and backward.
+
+    It is doubled from 2,048 on made-up rows of the run's own shape until that gains less than a twentieth or memory
+    runs out. Before any training: the gradients that it makes are thrown away. With --deterministic `fallback`: a
+    measurement is not repeatable.
+    """
+    args, best, rate, budget = policy.args, fallback if policy.args.deterministic else 2048, 0.0, 2048
+    length = max(1, min(args.max_new, policy.context // 2))
+    while not args.deterministic and budget <= 131_072:
+        prompts = [Prompt("") for _ in range(1 + budget // (length * (args.group + 1)))]
+        rows = [Row(Rollout(p, [5] * 2 * length, *([1] * length for _ in range(4)), "", []), 0.0)
+                for p in prompts for _ in range(args.group)]
+        batch = micro_batches(rows, budget, policy.engine == "fast")[0]
+        try:
+            for _ in range(2):  # the first may compile
+                begin = time.perf_counter()
+                token_logps(policy, policy.hf, batch, 1.0)[0].sum().backward()
+                float(next(p.grad for p in policy.model.parameters() if p.grad is not None).sum())  # waits for the GPU
+            now = budget / (time.perf_counter() - begin)
+        except (RuntimeError, MemoryError):
+            break
+        finally:
+            policy.model.zero_grad(set_to_none=True)
+        if now < 1.05 * rate:
+            break
+        best, rate, budget = budget, now, 2 * budget
+    say(f"--micro-tokens {best}" + (f", measured: {rate:,.0f} tokens a second" if rate else ""))
+    return best
 
 
 @torch.no_grad()

@@ -74,7 +74,7 @@ from data import (
     rng_of,
     seed_of,
 )
-from engine import Row, choose_engine, fill_logps, micro_batches, pad, rollout, token_logps
+from engine import Row, choose_engine, fill_logps, measure_budget, micro_batches, pad, rollout, token_logps
 from eval import evaluate, judge, strict_json
 from rewards import length_penalty
 from tasks import publish
@@ -131,6 +131,8 @@ class Args:
     top_p: float = 1.0  # nucleus; below 1 the trained ratio is not the sampler's (warned)
     top_k: int = 0  # 0: all tokens
     engine: Literal["auto", "fast", "generate"] = "auto"  # auto: fast, where a check at the start agrees with generate
+    cuda_graphs: bool = False  # fast engine: replay a decoding step as a CUDA graph
+    packed_attention: Literal["auto", "blocks", "flex"] = "auto"  # fast engine's update; auto: FlexAttention on CUDA
     rollout_tokens: int = 262_144  # most tokens (rows x length) in one generate call
     dynamic_sampling: int = 0  # rounds that refill constant groups with new prompts
     # advantages
@@ -163,7 +165,7 @@ class Args:
     # update
     inner_epochs: int = 1  # passes over a batch
     minibatches: int = 1  # optimizer steps a pass
-    micro_tokens: int = 0  # most tokens in one forward and backward; 0: 1,536 on the CPU, else 16,384
+    micro_tokens: int = 0  # most tokens in one forward and backward; 0: 1,536 on the CPU, else measured at start
     lr: float = 5e-6  # peak learning rate
     lr_end: float = 0.1  # cosine ends at this share of --lr; 1: constant
     lr_start: float = 0.1  # warm-up starts at this share of --lr
@@ -394,6 +396,8 @@ def check_args(args, sources: dict[str, str]) -> None:
 
 # ------------------------------------------------------------------------------------------------ libraries, device
 def pick_device(args) -> Any:
+    if args.cuda_graphs and (args.device in ("cpu", "mps") or not torch.cuda.is_available()):
+        raise UserError("--cuda-graphs needs a CUDA device; leave it out here")
     if args.device == "auto":
         mps = getattr(torch.backends, "mps", None)
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps and mps.is_available() else "cpu")
@@ -519,6 +523,7 @@ class Policy:
     reference: Any = None
     version: int = 0
     engine: str = "generate"
+    flex: bool = False
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
 
     def __post_init__(self):
@@ -1489,8 +1494,8 @@ def main(argv: list[str] | None = None) -> int:
     if dropped:
         say(f"{dropped} prompts leave no room for {args.max_new} new tokens (context {policy.context}"
             f"{f', --max-prompt {args.max_prompt}' if args.max_prompt else ''}) and were dropped")
+    micro_tokens = args.micro_tokens or (1536 if policy.device.type == "cpu" else measure_budget(policy, say))
     optimizer = Optimizer(policy.model, args)
-    micro_tokens = args.micro_tokens or (1536 if policy.device.type == "cpu" else 16_384)
     state = {"step": 0, "task": task.state_dict(), "baseline": None, "micro_tokens": micro_tokens,
              "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0, "seconds": 0.0}
     if resume_from:

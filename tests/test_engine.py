@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import WordTask, hand_rollout, make_args, make_policy, random_model, word_tokenizer
+from conftest import WordTask, hand_rollout, make_args, make_policy, random_model, with_flags, word_tokenizer
 
 import engine
 import train_grpo
@@ -509,3 +509,144 @@ def test_a_reply_to_a_plain_text_prompt_is_an_error_that_says_so():
     policy, _ = replying("--max-turns", "2", stop=range(32))
     with pytest.raises(UserError, match="plain"):
         sampled(policy, 2, prompts=[Prompt("w5")])
+
+
+def fed_tokens(policy):
+    """Counts, forward by forward, the tokens that the decoder is fed."""
+    counts = []
+    policy.hf.get_input_embeddings().register_forward_pre_hook(lambda module, args: counts.append(args[0].numel()))
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_a_later_turn_feeds_the_cache_only_what_was_added(kind):
+    policy, _ = replying("--max-turns", "4", times=3, kind=kind)
+    if policy.engine != "fast":
+        pytest.skip("the plain path starts each turn anew")
+    counts = fed_tokens(policy)
+    rows = sampled(policy, 12, prompts=CHAT_PROMPTS)
+    assert sum(sum(turn["role"] == "assistant" for turn in row.turns) > 2 for row in rows) > 4
+    prompts = sum(len(policy.encode(prompt)) for prompt in CHAT_PROMPTS)
+    written = sum(len(row.mask) for row in rows)
+    fed = sum(counts) - prompts
+    assert written - len(rows) * 4 <= fed <= written + 0.5 * sum(len(row.mask) for row in rows)  # and rows that ended
+    replay = make_policy("--max-turns", "4", tokenizer=chat_tokenizer(), task=Replying(policy.args, 3), kind=kind)
+    replay.engine, replay.stop_ids = "generate", policy.stop_ids
+    assert [row.ids for row in rows] == [row.ids for row in sampled(replay, 12, prompts=CHAT_PROMPTS)]
+    check_recorded(policy, rows)
+
+
+def test_rows_that_left_the_batch_go_on_from_their_own_keys_in_the_next_turn():
+    policy, _ = replying("--max-turns", "3", times=2, stop=[5, 9, 14])  # lengths differ, so rows leave one by one
+    rows = sampled(policy, 20, prompts=CHAT_PROMPTS)
+    first = [next((i for i, m in enumerate(row.mask) if not m), None) for row in rows]
+    assert len({n for n in first if n}) >= 4
+    check_recorded(policy, rows)
+
+
+def test_the_key_of_a_batch_does_not_decide_the_draws_of_several_turns():
+    together = sampled(replying("--max-turns", "3", times=2)[0], 8, prompts=CHAT_PROMPTS)
+    apart = sampled(replying("--max-turns", "3", "--rollout-tokens", "1", times=2)[0], 8, prompts=CHAT_PROMPTS)
+    assert [row.ids for row in together] == [row.ids for row in apart]
+
+
+def test_a_replayed_step_reads_and_writes_the_same_tensors_each_time(monkeypatch):
+    expected = [row.ids for row in sampled(make_policy("--max-new", "30"), 12)]
+    captured = []
+
+    def capture(cache, hf, token):
+        """What a CUDA graph does: the operations of one_each at the addresses of its first tensors."""
+        captured.append((len(token), cache.seen))
+        fed, length, out = token.clone(), cache.length, []
+
+        class Graph:
+            @staticmethod
+            def replay():
+                assert cache.length is length
+                logits = cache.one_each(hf, fed)
+                out[0].copy_(logits) if out else out.append(logits.clone())
+
+        before = length.clone()
+        Graph.replay()
+        length.copy_(before)
+        return Graph, fed, out[0]
+
+    monkeypatch.setattr(engine.Cache, "capture", capture)
+    policy = make_policy("--max-new", "30")
+    policy.args = with_flags(policy.args, cuda_graphs=True)
+    assert [row.ids for row in sampled(policy, 12)] == expected
+    if policy.engine == "fast":
+        assert len(captured) == len({rows for rows, _ in captured}) and {seen for _, seen in captured} == {42}
+
+
+# ---- the packed update's attention
+LENGTHS = [([5, 6, 7], n) for n in (1, 2, 9, 3)] + [([8], n) for n in (30, 1, 12)] + [(list(range(3, 20)), 5)]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_flex_attention_sees_what_the_gathered_blocks_see(window):
+    torch.manual_seed(0)
+    rows = [Row(hand_rollout(prompt, [4 + i % 20 for i in range(n)], prompt=Prompt(str(prompt))), 0.0)
+            for prompt, n in LENGTHS]
+    shared = {tuple(row.rollout.ids[: row.rollout.prompt_length]): row.rollout.prompt for row in rows}
+    for row in rows:
+        row.rollout.prompt = shared[tuple(row.rollout.ids[: row.rollout.prompt_length])]
+    plans = [engine.Packed(rows, torch.device("cpu"), flex) for flex in (False, True)]
+    n = len(plans[0].ids)
+    assert n == 3 + 1 + 17 + sum(length - 1 for _, length in LENGTHS) and plans[1].ids.equal(plans[0].ids)
+    q, k, v = torch.randn(4, n, 16), torch.randn(2, n, 16), torch.randn(2, n, 16)
+    first, second = (plan.attend(0, q, k, v, None, window) for plan in plans)
+    assert (first - second).abs().max() < 1e-5
+
+
+def test_a_block_holds_segments_of_similar_length_and_every_token_once():
+    rows = [Row(hand_rollout(prompt, [4] * n), 0.0) for prompt, n in LENGTHS]
+    plan = engine.Packed(rows, torch.device("cpu"), False)
+    assert sorted(plan.place.tolist()) == sorted(set(plan.place.tolist())) and len(plan.place) == len(plan.ids)
+    padded = sum(q.numel() for q, _, _ in plan.blocks)
+    assert padded <= len(plan.ids) / 0.6
+
+
+# ---- the micro-batch budget
+def measured(policy, monkeypatch, seconds):
+    """The budget that is chosen where a forward and backward of a budget takes seconds(budget)."""
+    clock, sizes = [0.0], []
+
+    def logps(policy, hf, batch, temperature):
+        tokens = sum(len(row.rollout.ids) for row in batch)
+        sizes.append(tokens)
+        clock[0] += seconds(len(sizes) - 1)
+        return (sum(p.sum() for p in policy.model.parameters()),)
+
+    monkeypatch.setattr(engine, "token_logps", logps)
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: clock[0])
+    said = []
+    return engine.measure_budget(policy, said.append), said
+
+
+def test_the_budget_grows_while_it_pays(monkeypatch):
+    policy = make_policy("--group", "4")
+    assert measured(policy, monkeypatch, lambda call: 1.0 if call < 6 else 4.0)[0] == 8192  # two calls a budget
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+def test_the_budget_stops_where_memory_ends(monkeypatch):
+    def seconds(call):
+        if call >= 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1.0
+
+    policy = make_policy("--group", "4")
+    assert measured(policy, monkeypatch, seconds)[0] == 4096
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+def test_a_deterministic_run_does_not_measure(monkeypatch):
+    policy = make_policy("--deterministic")
+    assert measured(policy, monkeypatch, lambda call: 1 / 0)[0] == 16_384
+
+
+@pytest.mark.parametrize("flag", ["--cuda-graphs"])
+def test_a_flag_for_cuda_is_refused_without_it(flag):
+    with pytest.raises(UserError, match="CUDA"):
+        train_grpo.pick_device(make_args(flag))

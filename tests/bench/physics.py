@@ -21,8 +21,8 @@ from data import Prompt
 from tasks.physics import PhysicsTask, score_answer, variants
 from tasks.systems import SYSTEMS, make_instance
 
-HOSTILE = ["1e9*sin(1e9*t)", "1e12*({q} - sin(t))", "-1e8*{q}*t", "exp({q}^4)*1e6", "{q}^9", "1/(t - 1)", "log({q} - 1e3)",
-           "sign(sin(1e5*t))*1e4", "(({q}+1)^12+1)^0.5*tan(1e3*t)"]
+HOSTILE = ["1e9*sin(1e9*t)", "1e12*({q} - sin(t))", "-1e8*{q}*t", "exp({q}^4)*1e6", "{q}^9", "1/(t - 1)",
+           "log({q} - 1e3)", "sign(sin(1e5*t))*1e4", "(({q}+1)^12+1)^0.5*tan(1e3*t)"]
 
 
 def batch(turn: int, hostile: str = "") -> list[tuple[Prompt, str]]:
@@ -74,7 +74,8 @@ def main() -> None:
     for prompt, text in asked:
         score_answer(text, prompt)
     spent = (time.process_time() - start - made) / len(asked)
-    print(f"{1e3 * spent:.1f} ms of CPU time a completion: {own.workers / spent:.0f} a second on {own.workers} idle cores")
+    print(f"{1e3 * spent:.1f} ms of CPU time a completion: {own.workers / spent:.0f} a second on {own.workers} idle "
+          "cores")
     print(f"{rate:.0f} typical completions a second with {own.workers} workers (median of {len(honest)} batches of 64)")
     for kind, ratio in ratios.items():
         print(f"{ratio:5.2f} x  an honest batch, with one in eight {kind}")
