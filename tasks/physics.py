@@ -258,8 +258,8 @@ class PhysicsTask(Task):
         if self.new:
             self.notes.append(f"{', '.join(self.new)} are held out whole: only evaluation shows them")
         if not (args.init_adapter or args.sft_checkpoint) and args.model != "tiny":
-            self.notes.append("warning: neither --init-adapter nor --sft-checkpoint is given: GRPO begins from a model that has seen no "
-                              "answer of this form (python -m tasks.physics sft makes a warm start)")
+            self.notes.append("warning: neither --init-adapter nor --sft-checkpoint is given: GRPO begins from a model "
+                              "that has seen no answer of this form (python -m tasks.physics sft makes a warm start)")
 
     @staticmethod
     def _check(args) -> None:

@@ -388,7 +388,7 @@ def test_a_short_smoke_run_finds_the_true_equations(command, tmp_path, monkeypat
     assert last["accuracy"] > first["accuracy"]
     rows = read_csv(tmp_path / "a")
     assert float(rows[-1]["eval_match"]) == pytest.approx(last["match"], rel=1e-4)
-    curves = plot_run.read_curves(tmp_path / "a" / "eval.jsonl")
+    curves = plot_run.read_run(tmp_path / "a").curves
     assert len(curves) == 6 and set(curves[0]) == {"title", "x_label", "x", "points", "lines"}
     names = {path.name for path in plot_run.plot_run(tmp_path / "a")}
     assert {"loss.png", "reward.png", "parts.png", "curves.png"} <= names
