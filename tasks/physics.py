@@ -257,7 +257,7 @@ class PhysicsTask(Task):
         self.deal(train[: args.limit] if args.limit else train, held)
         if self.new:
             self.notes.append(f"{', '.join(self.new)} are held out whole: only evaluation shows them")
-        if not (args.init_adapter or args.sft_checkpoint) and args.model != "tiny":
+        if not (args.init_adapter or args.sft_checkpoint) and args.model != "tiny" and not Path(args.model).exists():
             self.notes.append("warning: neither --init-adapter nor --sft-checkpoint is given: GRPO begins from a model "
                               "that has seen no answer of this form (python -m tasks.physics sft makes a warm start)")
 

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import math
+import secrets
 import shutil
 import threading
 import time
@@ -38,7 +39,10 @@ class Reporter:
             if args.report_to == "wandb":
                 import wandb
 
-                run = wandb.init(project="train_grpo", name=folder.name, id=folder.name, dir=str(folder),
+                mark = folder / "wandb-id"  # of this folder, so that a resume goes on in the same place
+                if not mark.exists():
+                    mark.write_text(secrets.token_hex(4))
+                run = wandb.init(project="train_grpo", name=folder.name, id=mark.read_text(), dir=str(folder),
                                  config=config, resume="allow")
                 self.send, self.end = lambda row, step: run.log(row, step=step), run.finish
             elif args.report_to == "tensorboard":
