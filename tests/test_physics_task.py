@@ -421,7 +421,8 @@ def test_a_run_in_which_no_rollout_parses_exits_non_zero(command, tmp_path, monk
     )
 
 
-def test_refinement_turns_run(command, tmp_path, untrained):
+def test_refinement_turns_run(command, tmp_path, monkeypatch):
+    monkeypatch.setitem(tasks.tiny.WARM, "steps", 400)
     ended = smoke(command, tmp_path, "--steps", "1", "--refine-turns", "1", "--no-eval")
     (row,) = read_csv(tmp_path / "a")
     assert ended.code == 0 and row["part_progress"] != "" and float(row["length_mean"]) > 12
