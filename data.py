@@ -173,6 +173,14 @@ class Task:
         """Completions that are sampled for each prompt; fewer than --group where `regroup` adds finished ones."""
         return self.args.group
 
+    def turns(self) -> int:
+        """Assistant turns that a rollout may take where the task replies."""
+        return self.args.max_turns
+
+    def start_from(self) -> str:
+        """A model, or an adapter on its base, to begin from instead of --model; empty: --model."""
+        return ""
+
     def reply(self, rollout: Rollout) -> list[dict] | None:
         """The messages that follow the policy's last turn (a tool's answer, a refinement), or None: it is over."""
         return None
@@ -196,6 +204,14 @@ class Task:
     def observe_eval(self, groups: list[Group]) -> dict[str, float]:
         """Further metrics of an evaluation's greedy groups."""
         return {}
+
+    def eval_fields(self, index: int, group: Group) -> dict[str, Any]:
+        """Further fields of a held-out prompt's record in eval.jsonl; `curves` are drawn by plot_run.py (see there)."""
+        return {}
+
+    def ended(self, rows: list[dict]) -> list[str]:
+        """Lines for the console at the run's end. Raises TrainingFailed where the run came to nothing."""
+        return []
 
     def state_dict(self) -> dict:
         """Everything that decides which prompts come next, as plain JSON types."""
@@ -261,6 +277,7 @@ TASKS = {
     "math": "tasks.math_reasoning:MathTask",
     "code": "tasks.coding:CodeTask",
     "custom": "tasks.custom:CustomTask",
+    "physics": "tasks.physics:PhysicsTask",
 }
 
 

@@ -132,7 +132,7 @@ def evaluate(task: Task, sample: Sample, prompts: list[Prompt], k: int = 0, temp
     if not prompts:
         return _metrics(task, [], [], k), [], []
     greedy = judge(task, sample(prompts, 1, 0.0, "eval-greedy"))
-    records = [_record(i, group) for i, group in enumerate(greedy)]
+    records = [_record(i, group) | task.eval_fields(i, group) for i, group in enumerate(greedy)]
     if k > 0:
         for record, group in zip(records, judge(task, sample(prompts, k, temperature, "eval-k")), strict=True):
             record["texts"] = [rollout.text for rollout in group.rollouts]

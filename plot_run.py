@@ -68,11 +68,13 @@ KNOWN = {column for panel in PANELS.values() for column in [*panel.left, *panel.
 
 @dataclass
 class Run:
-    """What is on disk of one run: columns of equal length, one entry a step; steps and values of evaluations."""
+    """What is on disk of one run: columns of equal length, one entry a step; steps and values of evaluations; `curves`
+    of the last one's answers: title, x_label, x, and y by name for `points` and for `lines`."""
 
     name: str
     columns: dict[str, list[float | None]]
     evals: dict[str, tuple[list[float], list[float | None]]]
+    curves: list[dict] = field(default_factory=list)
     phases: dict[float, str] = field(default_factory=dict)  # step -> what begins there, of a run that has a `phase`
 
     def series(self, metric: str) -> tuple[list[float], list[float], list[int]]:
@@ -114,16 +116,20 @@ def read_phases(path: Path) -> dict[float, str]:
     return phases
 
 
-def read_evals(path: Path) -> dict[str, tuple[list[float], list[float | None]]]:
-    """The numbers of an eval.jsonl under the names that the csv gives them; a torn line is left out."""
+def read_records(path: Path) -> list[dict]:
+    """The records of an eval.jsonl in the order of their steps; a torn line is left out."""
     by_step = {}
     for line in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
         with suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
             by_step[number(record["step"])] = record
-    steps = sorted(by_step.keys() - {None})
-    keys = dict.fromkeys(key for step in steps for key in by_step[step] if key != "step")
-    columns = {key: [number(by_step[step].get(key)) for step in steps] for key in keys}
+    return [by_step[step] for step in sorted(by_step.keys() - {None})]
+
+
+def evaluations(records: list[dict]) -> dict[str, tuple[list[float], list[float | None]]]:
+    """The numbers of evaluations under the names that the csv gives them, each with its steps."""
+    columns = {key: [number(record.get(key)) for record in records] for record in records for key in record}
+    steps = columns.pop("step", [])
     return {"eval_" + key.removeprefix("eval_"): (steps, values) for key, values in columns.items()}
 
 
@@ -138,7 +144,9 @@ def read_run(folder: str | Path) -> Run:
     columns = read_columns(folder / "metrics.csv")
     if not columns:
         raise ValueError(f"{folder / 'metrics.csv'} is empty: the run has not come to its first step.")
-    return Run(folder.resolve().name, columns, read_evals(folder / "eval.jsonl"), read_phases(folder / "metrics.csv"))
+    records = read_records(folder / "eval.jsonl")
+    curves = [answer["curves"] for answer in [{}, *records][-1].get("answers", []) if "curves" in answer]
+    return Run(folder.resolve().name, columns, evaluations(records), curves, read_phases(folder / "metrics.csv"))
 
 
 def smoothed(values: list[float | None], weight: float) -> list[float]:
@@ -208,12 +216,17 @@ def draw_panel(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
         ax.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=min(4, len(handles)), borderpad=0.2)
 
 
+def grid(n: int) -> tuple[Figure, int, int]:
+    """A figure for `n` panels, how many of them stand side by side, and how many rows that makes."""
+    down = -(-n // (across := {1: 1, 2: 2, 4: 2}.get(n, 3)))
+    return Figure(figsize=(4.3 * across + (across == 1), 2.9 * down + 0.4), layout="constrained"), across, down
+
+
 @matplotlib.rc_context(STYLE)
 def draw_figure(runs: list[Run], panels: list[Panel], smooth: float = 0.8) -> Figure | None:
     """The panels that have data, at most three a row; None where none has."""
     shown = [panel for panel in panels if any(run.series(x)[0] for run in runs for x in panel.left | panel.right)]
-    down = -(-len(shown) // (across := {1: 1, 2: 2, 4: 2}.get(len(shown), 3)))
-    figure = Figure(figsize=(4.3 * across + (across == 1), 2.9 * down + 0.4), layout="constrained")
+    figure, across, down = grid(len(shown))
     for i, panel in enumerate(shown):
         ax = figure.add_subplot(down, across, i + 1, sharex=figure.axes[0] if i else None)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
@@ -227,6 +240,21 @@ def draw_figure(runs: list[Run], panels: list[Panel], smooth: float = 0.8) -> Fi
         handles = [lines[name] for name in (plain(run.name) for run in runs) if name in lines]
         figure.legend(handles=handles, loc="outside upper center", ncols=4)
     return figure if shown else None
+
+
+@matplotlib.rc_context(STYLE)
+def draw_curves(run: Run) -> Figure | None:
+    """Observations as dots and what was fitted to them as lines, a panel each; the axes are those of the dots."""
+    figure, across, down = grid(len(run.curves))
+    for i, curve in enumerate(run.curves):
+        ax = figure.add_subplot(down, across, i + 1, title=plain(curve["title"]), xlabel=plain(curve["x_label"]))
+        for kind, look in (("points", {"marker": ".", "ls": "", "alpha": 0.5}), ("lines", {"linewidth": 1.7})):
+            for j, (label, values) in enumerate(curve[kind].items()):
+                values = [math.nan if y is None else y for y in map(number, values)]
+                ax.plot(curve["x"], values, color=COLOURS[j], label=plain(label) if kind == "points" else None, **look)
+            ax.set_ylim(ax.get_ylim())  # a wild answer must not flatten the dots
+        ax.legend(loc="upper right")
+    return figure if run.curves else None
 
 
 @matplotlib.rc_context(STYLE)
@@ -258,6 +286,7 @@ def plot_run(folder: str | Path, out_dir: str | Path | None = None, smooth: floa
     run, out_dir = read_run(folder), Path(out_dir or Path(folder) / "plots")
     out_dir.mkdir(parents=True, exist_ok=True)
     figures = {name: draw_figure([run], panels, smooth) for name, panels in standard(run).items()}
+    figures["curves"] = draw_curves(run)
     return [save(figure, out_dir / f"{name}.png") for name, figure in figures.items() if figure]
 
 

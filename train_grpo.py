@@ -86,12 +86,14 @@ from data import (
 from engine import Row, choose_engine, fill_logps, measure_budget, micro_batches, pad, rollout, token_logps
 from eval import best_checkpoint, evaluate, judge, strict_json
 from rewards import length_penalty
+from tasks import publish
 from tasks.svd_adapter import SVDModel, saved_base
 from tasks.tiny import tiny_model
 
 transformers.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
 ROOT = Path(__file__).resolve().parent
+SaveMethod = Literal["adapter", "lora", "merged", "merged_16bit", "merged_4bit"]
 
 
 # ------------------------------------------------------------------------------------------------ flags and presets
@@ -195,7 +197,10 @@ class Args:
     eval_temperature: float = 0.8  # of those samples
     save_every: int = 50  # steps between checkpoints; the last step always saves
     keep_last: int = 2  # newest checkpoints that are kept; 0: all
-    save_method: Literal["adapter", "merged"] = "adapter"  # merged: checkpoints also hold the whole model, merged/
+    save_method: SaveMethod = "adapter"  # the whole model too: merged/ in each checkpoint; _Nbit: model/ at the end
+    push_to_hub: str = ""  # hub repository that gets the model at the end
+    hub_checkpoint_repo: str = ""  # hub repository that gets every checkpoint
+    report_to: Literal["none", "wandb", "tensorboard"] = "none"  # also log there what metrics.csv gets
     save_completions: bool = True  # completions/step_N.jsonl.gz
 
 
@@ -219,7 +224,7 @@ FREE = set("""steps lr lr_end temperature_end eval_every eval eval_k eval_temper
     keep_last save_completions early_stop_patience early_stop_std max_bad_steps max_bad_records micro_tokens
     rollout_tokens gradient_checkpointing ref_offload device attn engine cuda_graphs packed_attention
     deterministic trust_remote_code cache
-    out name""".split())
+    out name save_method push_to_hub hub_checkpoint_repo report_to""".split())
 
 
 class Parser(argparse.ArgumentParser):
@@ -488,7 +493,9 @@ def pick_attention(args, device, dtype) -> str | None:
 
 # ------------------------------------------------------------------------------------------------ the model
 def locate_model(args, task: Task, say) -> str:
-    """--model as a path or hub id."""
+    """--model, or what the task begins from instead, as a path or hub id."""
+    if start := task.start_from():
+        return start
     if args.model == "tiny":
         return str(tiny_model(task, args, say))
     if args.model.startswith("package:"):  # weights that come in a Python package, found without importing it
@@ -1611,7 +1618,7 @@ def score_groups(task: Task, rolled: list[list[Rollout]], args) -> list[Group]:
         for row, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
             if score.reward is not None:
                 score.parts["overlong"] = length_penalty(
-                    sum(row.mask), args.max_new * args.max_turns, args.overlong_buffer)
+                    sum(row.mask), args.max_new * task.turns(), args.overlong_buffer)
                 score.reward += score.parts["overlong"]
     return groups
 
@@ -1717,6 +1724,13 @@ def console_line(row: dict, args) -> str:
     return line
 
 
+def first_to_last(rows: list[dict]) -> list[str]:
+    """Reward and its parts in the first and in the last row."""
+    names = [name for name in rows[-1] if name == "reward_mean" or name.startswith("part_")] if rows else []
+    pairs = [(name, rows[0].get(name), rows[-1][name]) for name in names]
+    return [f"{name} {first:.3f} → {last:.3f}" for name, first, last in pairs if None not in (first, last)]
+
+
 def run_evaluation(policy: Policy, task: Task, args, step: int) -> tuple[dict, list[dict]]:
     """Metrics and answers on the held-out prompts; the same seeds at every step."""
     def sample(prompts, n, temperature, key):
@@ -1768,6 +1782,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(command.resume or Path(args.out) / args.name)
     if not command.resume and args.name and folder.exists() and not (command.overwrite and is_run(folder)):
         raise folder_exists(folder)  # now, not after the model is loaded
+    publish.check(args)
     lock = hold(folder) if command.resume or (args.name and folder.exists()) else None
     config = describe_run(args, sources)
     if command.resume:
@@ -1799,6 +1814,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         run = Run.create(args, task, config, command.overwrite, say)
     say.attach(run.folder / "console.log")
+    reporter = publish.Reporter(args, run.folder, dataclasses.asdict(args), state["step"], say)
     trained = sum(master.numel() for _, master in optimizer.pairs)
     say(f"{run.folder}: task {args.task}, model {args.model} on {policy.device}, {trained:,} trained weights, "
         f"engine {policy.engine}"
@@ -1876,6 +1892,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.save_completions:
                 run.save_completions(step, sampled)
             whole = True
+            reporter.log(row)
             say(console_line(row, args))
             say.bar.update(1)
             for kind, text in advice(rows, args).items():
@@ -1887,9 +1904,13 @@ def main(argv: list[str] | None = None) -> int:
             due = due or bool(args.save_every) and step % args.save_every == 0
             if due and not last:  # what could not be saved is due again after the next step
                 due = bool(save())
+                if not due:
+                    publish.publish(policy, run.folder, checkpoints(run.folder)[0], step, False, say)
             if early:
                 status = f"stopped early: reward std under {args.early_stop_std} for {args.early_stop_patience} steps"
                 break
+        for line in [*first_to_last(rows), *task.ended(rows)]:
+            say(line)
     except Stopped:
         code = 128 + stop.signal
         status = f"stopped by {signal.Signals(stop.signal).name}; go on with --resume {run.folder}"
@@ -1904,10 +1925,13 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         say.bar.close()
         say.bar = None
+        reporter.close()
     if whole and run.folder.is_dir():
         reason = save(SAVE_PAUSES)
         if reason:
             code, status = 3, f"failed: the run could not be saved ({reason}), it was {status}"
+        elif code == 0:
+            publish.publish(policy, run.folder, checkpoints(run.folder)[0], state["step"], True, say)
     finish(run, args, rows, evals, status, began, say)
     return code
 
