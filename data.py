@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -172,6 +173,14 @@ class Task:
         """Completions that are sampled for each prompt; fewer than --group where `regroup` adds finished ones."""
         return self.args.group
 
+    def turns(self) -> int:
+        """Assistant turns that a rollout may take where the task replies."""
+        return self.args.max_turns
+
+    def start_from(self) -> str:
+        """A model, or an adapter on its base, to begin from instead of --model; empty: --model."""
+        return ""
+
     def reply(self, rollout: Rollout) -> list[dict] | None:
         """The messages that follow the policy's last turn (a tool's answer, a refinement), or None: it is over."""
         return None
@@ -195,6 +204,14 @@ class Task:
     def observe_eval(self, groups: list[Group]) -> dict[str, float]:
         """Further metrics of an evaluation's greedy groups."""
         return {}
+
+    def eval_fields(self, index: int, group: Group) -> dict[str, Any]:
+        """Further fields of a held-out prompt's record in eval.jsonl; `curves` are drawn by plot_run.py (see there)."""
+        return {}
+
+    def ended(self, rows: list[dict]) -> list[str]:
+        """Lines for the console at the run's end. Raises TrainingFailed where the run came to nothing."""
+        return []
 
     def state_dict(self) -> dict:
         """Everything that decides which prompts come next, as plain JSON types."""
@@ -232,6 +249,20 @@ class Task:
         raise UserError(f"task {type(self).__name__} has no demonstrations for --model tiny; give another --model")
 
 
+def blame(error: BaseException) -> str:
+    """'TypeError: text (my_rewards.py:12)': a failure with the last place in a file that is neither ours nor a
+    library's, so in the user's own code, where it went through one."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def is_users(file: str) -> bool:
+    path, home = Path(file), Path(__file__).resolve().parent
+    return path.is_file() and "site-packages" not in path.parts and Path(json.__file__).parents[1] not in path.parents \
+        and path.resolve().parent not in (home, home / "tasks")
+
+
 def _attempt(fn: Callable, *args):
     try:
         return fn(*args)
@@ -246,6 +277,7 @@ TASKS = {
     "math": "tasks.math_reasoning:MathTask",
     "code": "tasks.coding:CodeTask",
     "custom": "tasks.custom:CustomTask",
+    "physics": "tasks.physics:PhysicsTask",
 }
 
 

@@ -339,7 +339,7 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
             raise UserError(f"a prompt of {len(ids)} tokens leaves no room in the context of {policy.context}; raise "
                             "--context, or let the task's keep() drop it")
         rows += [Rollout(prompt, list(ids), [], [], [], [], "", []) for _ in range(n)]
-    longest = max((len(row.ids) for row in rows), default=0) + args.max_new * args.max_turns
+    longest = max((len(row.ids) for row in rows), default=0) + args.max_new * policy.task.turns()
     size = max(1, policy.rollout_tokens // min(policy.context, longest))
     policy.model.eval()
     with merged_lora(policy):
@@ -352,7 +352,7 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
 def converse(policy, rows: list[Rollout], places: range, temperature: float, seed: int) -> list[float]:
     """All turns of one batch of rows, which grow; returns each turn's filtered mass."""
     args, held, masses, active = policy.args, {}, [], list(range(len(rows)))
-    for turn in range(args.max_turns):
+    for turn in range(policy.task.turns()):
         generator = torch.Generator().manual_seed(seed + turn)
         uniforms = torch.rand(places.stop, args.max_new, generator=generator, dtype=torch.float64)[places.start :]
         batch = [rows[i] for i in active]
@@ -360,7 +360,7 @@ def converse(policy, rows: list[Rollout], places: range, temperature: float, see
         draws = Draws(batch, room, uniforms[active], policy, temperature)
         (decode if policy.engine == "fast" else generate)(policy, batch, draws, held)
         masses.append(draws.write(batch, policy))
-        active = [i for i in active if takes_turn(policy, rows[i], turn + 1 < args.max_turns)]
+        active = [i for i in active if takes_turn(policy, rows[i], turn + 1 < policy.task.turns())]
         if not active:
             break
     return masses
@@ -373,7 +373,7 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
     what was added since is fed. It is renewed where another turn may follow.
     """
     hf, graphs = policy.hf, policy.args.cuda_graphs
-    many = policy.args.max_turns > 1
+    many = policy.task.turns() > 1
     capacity = min(policy.context, max(len(row.ids) for row in rows) + draws.tokens.shape[1])
     if held:
         cache = gather([held[id(row)][:2] for row in rows], capacity)

@@ -11,8 +11,9 @@ import fnmatch
 import json
 import math
 import os
+import sys
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,11 +68,14 @@ KNOWN = {column for panel in PANELS.values() for column in [*panel.left, *panel.
 
 @dataclass
 class Run:
-    """What is on disk of one run: columns of equal length, one entry a step; steps and values of evaluations."""
+    """What is on disk of one run: columns of equal length, one entry a step; steps and values of evaluations; `curves`
+    of the last one's answers: title, x_label, x, and y by name for `points` and for `lines`."""
 
     name: str
     columns: dict[str, list[float | None]]
     evals: dict[str, tuple[list[float], list[float | None]]]
+    curves: list[dict] = field(default_factory=list)
+    phases: dict[float, str] = field(default_factory=dict)  # step -> what begins there, of a run that has a `phase`
 
     def series(self, metric: str) -> tuple[list[float], list[float], list[int]]:
         """Steps, values (NaN in a gap), and where a value has no neighbour; empty lists where there is no value.
@@ -102,16 +106,30 @@ def read_columns(path: Path) -> dict[str, list[float | None]]:
     return {name: [by_step[step][name] for step in sorted(by_step)] for name in (["step", *header] if header else [])}
 
 
-def read_evals(path: Path) -> dict[str, tuple[list[float], list[float | None]]]:
-    """The numbers of an eval.jsonl under the names that the csv gives them; a torn line is left out."""
+def read_phases(path: Path) -> dict[float, str]:
+    """The steps of a metrics.csv at which its text column `phase` changes, each with the phase that begins."""
+    phases: dict[float, str] = {}
+    for row in csv.DictReader(path.read_text("utf-8", errors="replace").split("\n")[:-1]):
+        step, phase = number(row.get("step")), row.get("phase")
+        if step is not None and phase and phase != next(reversed(phases.values()), None):
+            phases[step] = phase
+    return phases
+
+
+def read_records(path: Path) -> list[dict]:
+    """The records of an eval.jsonl in the order of their steps; a torn line is left out."""
     by_step = {}
     for line in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
         with suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
             by_step[number(record["step"])] = record
-    steps = sorted(by_step.keys() - {None})
-    keys = dict.fromkeys(key for step in steps for key in by_step[step] if key != "step")
-    columns = {key: [number(by_step[step].get(key)) for step in steps] for key in keys}
+    return [by_step[step] for step in sorted(by_step.keys() - {None})]
+
+
+def evaluations(records: list[dict]) -> dict[str, tuple[list[float], list[float | None]]]:
+    """The numbers of evaluations under the names that the csv gives them, each with its steps."""
+    columns = {key: [number(record.get(key)) for record in records] for record in records for key in record}
+    steps = columns.pop("step", [])
     return {"eval_" + key.removeprefix("eval_"): (steps, values) for key, values in columns.items()}
 
 
@@ -126,7 +144,9 @@ def read_run(folder: str | Path) -> Run:
     columns = read_columns(folder / "metrics.csv")
     if not columns:
         raise ValueError(f"{folder / 'metrics.csv'} is empty: the run has not come to its first step.")
-    return Run(folder.resolve().name, columns, read_evals(folder / "eval.jsonl"))
+    records = read_records(folder / "eval.jsonl")
+    curves = [answer["curves"] for answer in [{}, *records][-1].get("answers", []) if "curves" in answer]
+    return Run(folder.resolve().name, columns, evaluations(records), curves, read_phases(folder / "metrics.csv"))
 
 
 def smoothed(values: list[float | None], weight: float) -> list[float]:
@@ -183,6 +203,10 @@ def draw_panel(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
         if columns == ["kl"] and some and 0 < some[0] <= some[len(some) // 10] < some[-1] / 100:
             side.set_yscale("log", nonpositive="mask")
             side.set_ylim(max(some[0], some[-1] * 1e-6) / 2, None)
+    for step, phase in runs[0].phases.items() if single else ():
+        ax.axvline(step - 0.5, color="#555555", linewidth=0.8, linestyle=":")
+        ax.annotate(phase.lower(), (step - 0.4, 0.98), xycoords=ax.get_xaxis_transform(), va="top", fontsize=7,
+                    rotation=90, color="#555555", annotation_clip=True)
     if twin is not ax:
         colour = COLOURS[list(labels).index(right[0])]
         twin.spines["right"].set(visible=True, color=colour)
@@ -192,12 +216,17 @@ def draw_panel(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
         ax.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=min(4, len(handles)), borderpad=0.2)
 
 
+def grid(n: int) -> tuple[Figure, int, int]:
+    """A figure for `n` panels, how many of them stand side by side, and how many rows that makes."""
+    down = -(-n // (across := {1: 1, 2: 2, 4: 2}.get(n, 3)))
+    return Figure(figsize=(4.3 * across + (across == 1), 2.9 * down + 0.4), layout="constrained"), across, down
+
+
 @matplotlib.rc_context(STYLE)
 def draw_figure(runs: list[Run], panels: list[Panel], smooth: float = 0.8) -> Figure | None:
     """The panels that have data, at most three a row; None where none has."""
     shown = [panel for panel in panels if any(run.series(x)[0] for run in runs for x in panel.left | panel.right)]
-    down = -(-len(shown) // (across := {1: 1, 2: 2, 4: 2}.get(len(shown), 3)))
-    figure = Figure(figsize=(4.3 * across + (across == 1), 2.9 * down + 0.4), layout="constrained")
+    figure, across, down = grid(len(shown))
     for i, panel in enumerate(shown):
         ax = figure.add_subplot(down, across, i + 1, sharex=figure.axes[0] if i else None)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
@@ -211,6 +240,21 @@ def draw_figure(runs: list[Run], panels: list[Panel], smooth: float = 0.8) -> Fi
         handles = [lines[name] for name in (plain(run.name) for run in runs) if name in lines]
         figure.legend(handles=handles, loc="outside upper center", ncols=4)
     return figure if shown else None
+
+
+@matplotlib.rc_context(STYLE)
+def draw_curves(run: Run) -> Figure | None:
+    """Observations as dots and what was fitted to them as lines, a panel each; the axes are those of the dots."""
+    figure, across, down = grid(len(run.curves))
+    for i, curve in enumerate(run.curves):
+        ax = figure.add_subplot(down, across, i + 1, title=plain(curve["title"]), xlabel=plain(curve["x_label"]))
+        for kind, look in (("points", {"marker": ".", "ls": "", "alpha": 0.5}), ("lines", {"linewidth": 1.7})):
+            for j, (label, values) in enumerate(curve[kind].items()):
+                values = [math.nan if y is None else y for y in map(number, values)]
+                ax.plot(curve["x"], values, color=COLOURS[j], label=plain(label) if kind == "points" else None, **look)
+            ax.set_ylim(ax.get_ylim())  # a wild answer must not flatten the dots
+        ax.legend(loc="upper right")
+    return figure if run.curves else None
 
 
 @matplotlib.rc_context(STYLE)
@@ -242,6 +286,7 @@ def plot_run(folder: str | Path, out_dir: str | Path | None = None, smooth: floa
     run, out_dir = read_run(folder), Path(out_dir or Path(folder) / "plots")
     out_dir.mkdir(parents=True, exist_ok=True)
     figures = {name: draw_figure([run], panels, smooth) for name, panels in standard(run).items()}
+    figures["curves"] = draw_curves(run)
     return [save(figure, out_dir / f"{name}.png") for name, figure in figures.items() if figure]
 
 
@@ -291,7 +336,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smooth", type=float, default=0.8, help="weight of the moving average, 0 for none (0.8)")
     parser.add_argument("--list", action="store_true", help="print what can be drawn, and draw nothing")
     try:
-        print(*command(parser.parse_args(argv)), sep="\n")
+        print(*command(parser.parse_args(argv)), sep="\n", flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         parser.exit(2, f"plot_run: {error}\n")
 

@@ -321,3 +321,29 @@ def test_a_half_written_config_is_no_hindrance(tmp_path):
     folder = make_run(tmp_path / "a", [line(1)], json.dumps({"step": 0}) + "\n[1]\n3\nnull\n")
     (folder / "config.json").write_text('{"args": {"lr"')
     assert pr.read_run(folder).columns["step"] == [1]
+
+
+def test_a_text_column_of_phases_marks_its_changes(tmp_path):
+    columns = [*FEW, "phase"]
+    names = ["GROUNDED", "GROUNDED", "RAMP", "RAMP", "CONTINUOUS"]
+    lines = [line(i, columns, phase=name) for i, name in enumerate(names, 1)]
+    run = pr.read_run(make_run(tmp_path / "run", lines, columns=columns))
+    assert run.phases == {1: "GROUNDED", 3: "RAMP", 5: "CONTINUOUS"}
+    figure = pr.draw_figure([run], [pr.PANELS["reward"]])
+    assert {text.get_text() for text in figure.axes[0].texts} == {"grounded", "ramp", "continuous"}
+    assert pr.read_run(make_run(tmp_path / "plain", [line(1), line(2)])).phases == {}
+
+
+def test_curves_of_the_last_evaluation_are_drawn_on_the_axes_of_the_dots(tmp_path):
+    def record(step, height):
+        curve = {"title": f"at {step} $5", "x_label": "t", "x": [0, 1], "points": {"x": [1, 2], "y": [0, 3]},
+                 "lines": {"x": [1, height], "y": [None, "nan"]}}
+        return json.dumps({"step": step, "answers": [{"curves": curve}, {"text": "no curves"}]}) + "\n"
+
+    folder = make_run(tmp_path / "a", [line(1)], record(0, 2) + record(1, 1e30) + record(2, 9)[:40])
+    run = pr.read_run(folder)
+    (ax,) = pr.draw_curves(run).axes
+    assert ax.get_title() == r"at 1 \$5" and -1 < ax.get_ylim()[0] < 0 and 3 < ax.get_ylim()[1] < 4
+    assert len(ax.get_lines()) == 4 and [text.get_text() for text in ax.get_legend().get_texts()] == ["x", "y"]
+    assert folder / "plots" / "curves.png" in pr.plot_run(folder)
+    assert pr.draw_curves(pr.read_run(make_run(tmp_path / "b", [line(1)]))) is None

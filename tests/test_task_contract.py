@@ -23,7 +23,7 @@ def named(prompts, completions, word, **columns):
 def core_args(task: str, **values) -> types.SimpleNamespace:
     options = {field.name: field.default for field in dataclasses.fields(load_task(task).Options)}
     core = {"data": "", "eval_data": "", "eval_size": 20, "limit": 0, "max_bad_records": 0.01, "seed": 1, "group": 4,
-            "reward": ()}
+            "reward": (), "model": "tiny", "max_turns": 1}
     return types.SimpleNamespace(**{"task": task, **core, **options, **values})
 
 
@@ -43,10 +43,16 @@ def code_args(folder):
     return core_args("code", problems="formulas")
 
 
-FACTORIES = {"math": math_args, "custom": custom_args, "code": code_args}
+def physics_args(folder):
+    return core_args("physics", system_ids=("spring", "rc_discharge", "lotka_volterra"), instances_per_system=20)
+
+
+FACTORIES = {"math": math_args, "custom": custom_args, "code": code_args, "physics": physics_args}
 HOSTILE = ["", " \n\t", "\ud800 lone \udfff", "{" * 5000, "\\boxed{" * 3000 + "}" * 3000, "1" * 1_000_000,
            "Final Answer: " + "(" * 4000, "Final Answer: 9**9**9**9", "Final Answer: __import__('os').system('x')",
-           "Step 1: " * 100_000, "\x00\x1b[31m", "Final Answer: \\frac{1}{0}", "Final Answer: nan", "</s><|im_end|>"]
+           "Step 1: " * 100_000, "\x00\x1b[31m", "d2x/dt2 = 9**9**9**9",
+           '{"equation": "d2x/dt2 = exp(1e9*x^12)*sin(1e9*t)"}',
+           '{"equation": ' * 2000, "Final Answer: \\frac{1}{0}", "Final Answer: nan", "</s><|im_end|>"]
 
 
 def rollout(prompt: Prompt, text: str, stop: str = "stop") -> Rollout:
