@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -227,6 +228,14 @@ class Task:
     def on_forward(self, prompts: list[Prompt]) -> None:
         """Before any forward that feeds prompt tokens: the prompts of its rows, in row order (for `inject`)."""
 
+    def split(self, rollouts: list[Rollout]) -> list[list[int]]:
+        """Indices of an optimizer step's rollouts by source, whose gradients are summed one source after the other,
+        with `on_part` after each; empty: all at once."""
+        return []
+
+    def on_part(self, policy) -> None:
+        """The gradients so far, after a source of `split`."""
+
     def on_gradients(self, policy) -> dict[str, float]:
         """When the step's gradients are whole, before the guard and clipping; may change them; returns metrics."""
         return {}
@@ -238,6 +247,20 @@ class Task:
     def demonstration_prompts(self) -> list[Prompt]:
         """The prompts that the warm start draws from (never a held-out one)."""
         raise UserError(f"task {type(self).__name__} has no demonstrations for --model tiny; give another --model")
+
+
+def blame(error: BaseException) -> str:
+    """'TypeError: text (my_rewards.py:12)': a failure with the last place in a file that is neither ours nor a
+    library's, so in the user's own code, where it went through one."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def is_users(file: str) -> bool:
+    path, home = Path(file), Path(__file__).resolve().parent
+    return path.is_file() and "site-packages" not in path.parts and Path(json.__file__).parents[1] not in path.parents \
+        and path.resolve().parent not in (home, home / "tasks")
 
 
 def _attempt(fn: Callable, *args):
@@ -252,6 +275,7 @@ def _attempt(fn: Callable, *args):
 # ------------------------------------------------------------------------------------------------ task registry
 TASKS = {
     "math": "tasks.math_reasoning:MathTask",
+    "code": "tasks.coding:CodeTask",
     "custom": "tasks.custom:CustomTask",
     "physics": "tasks.physics:PhysicsTask",
 }

@@ -8,18 +8,27 @@ task, instruction, data and limits; flags override them.
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
+    signal.signal(signal.SIGINT, lambda number, _: os._exit(128 + number))
+
 import argparse
+import contextlib
+import itertools
 import json
 import math
-import os
 import re
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, load_task
+from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, blame, is_users, load_task
 from rewards import equivalent
 
 ALL = 10**9  # --eval-size where every prompt is wanted
@@ -69,12 +78,18 @@ def mean(values) -> float | None:
 def judge(task: Task, rollouts: list[list[Rollout]]) -> list[Group]:
     """Scored groups. A failure is its rollouts' result; the same failure in every one of them raises TrainingFailed."""
     groups = []
-    for rows, scores in zip(rollouts, task.score_all(rollouts), strict=True):
+    with noticed(60):
+        judged = task.score_all(rollouts)
+    for rows, scores in zip(rollouts, judged, strict=True):
         if isinstance(scores, Exception):
-            scores = [Score.unscorable(f"{type(scores).__name__}: {scores}") for _ in rows]
+            scores = [Score.unscorable(blame(scores)) for _ in rows]
         if len(scores) != len(rows) or not all(isinstance(score, Score) for score in scores):
             raise TrainingFailed(f"{type(task).__name__}.score must return one data.Score for each of {len(rows)} "
                                  f"rollouts, it returned {str(scores):.100}")
+        unknown = {name for score in scores for name in score.parts} - set(task.parts)
+        if unknown:
+            raise TrainingFailed(f"{type(task).__name__}.score gave the reward part {min(unknown)!r}, which is none of "
+                                 f"its parts = {task.parts}; name it there")
         scores = [score if score.reward is None or math.isfinite(score.reward)
                   else Score.unscorable("the reward is not finite") for score in scores]
         groups.append(Group(rows[0].prompt, rows, scores))
@@ -83,6 +98,27 @@ def judge(task: Task, rollouts: list[list[Rollout]]) -> list[Group]:
     if len(kinds) == 1 and None not in kinds:
         raise TrainingFailed(f"scoring failed in the same way for every completion: {reasons[0]}")
     return groups
+
+
+@contextlib.contextmanager
+def noticed(seconds: float):
+    """Within: a line on stderr every so many seconds that tells where a scorer is, for it may hang."""
+    thread, over = threading.get_ident(), threading.Event()
+
+    def tell() -> None:
+        for n in itertools.count(1):
+            if over.wait(seconds):
+                return
+            stack = traceback.extract_stack(sys._current_frames()[thread])
+            place = next((f for f in reversed(stack) if is_users(f.filename)), stack[-1])
+            print(f"scoring has taken {n * seconds:.0f} s, it is at {place.filename}:{place.lineno}; if it hangs, "
+                  "Ctrl-C saves the run and a second one ends it", file=sys.stderr, flush=True)
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def evaluate(task: Task, sample: Sample, prompts: list[Prompt], k: int = 0, temperature: float = 0.8
@@ -214,7 +250,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def resolve(own: argparse.Namespace, rest: list[str]):
-    """The resolved flags of train_grpo.py for this evaluation."""
+    """The resolved flags of train_grpo.py for this evaluation, as `train_grpo.resolve_args` gives them."""
     import train_grpo
 
     flags, base = [*rest, "--beta", "0"], {}  # evaluation needs no reference
@@ -230,8 +266,11 @@ def resolve(own: argparse.Namespace, rest: list[str]):
         if base.get("task", own.task) != own.task:  # the run's other task has flags that this one lacks
             shared = train_grpo.Args.__dataclass_fields__.keys() - {"reward"}
             base = {name: base[name] for name in base.keys() & shared}
-    args, *_ = train_grpo.resolve_args(flags, base)
-    return args
+    args, sources, command = train_grpo.resolve_args(flags, base)
+    for switch in ("resume", "overwrite", "dry_run"):
+        if getattr(command, switch):
+            raise UserError(f"--{switch.replace('_', '-')} is for train_grpo.py, an evaluation has none")
+    return args, sources, command
 
 
 def print_table(metrics: dict[str, float | None], records: list[dict], k: int, seconds: float) -> None:
@@ -261,11 +300,16 @@ def write_records(path: Path, records: list[dict]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     import train_grpo
 
     own, rest = read_flags(sys.argv[1:] if argv is None else argv)
-    args = resolve(own, rest)
+    args, sources, command = resolve(own, rest)
+    if command.print_config or command.list_presets:
+        return train_grpo.print_config(args, sources) if command.print_config else train_grpo.list_presets()
+    out = Path(own.out)
+    if out.name == "eval.jsonl" and (out.parent / "metrics.csv").is_file():
+        raise UserError(f"--out {out} is a run's own log; give another file")
     task = load_task(args.task)(args)
     for note in task.notes:
         print(note)
@@ -280,9 +324,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"evaluating {args.model} on {len(prompts)} prompts", flush=True)
     start = time.perf_counter()
     metrics, records, _ = evaluate(task, policy.sample, prompts, own.k, own.temperature)
-    write_records(Path(own.out), records)
+    write_records(out, records)
     print_table(metrics, records, own.k, time.perf_counter() - start)
     print(f"wrote {own.out}")
+    return 0
 
 
 if __name__ == "__main__":

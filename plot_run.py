@@ -11,8 +11,9 @@ import fnmatch
 import json
 import math
 import os
+import sys
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +74,8 @@ class Run:
     name: str
     columns: dict[str, list[float | None]]
     evals: dict[str, tuple[list[float], list[float | None]]]
-    curves: list[dict]
+    curves: list[dict] = field(default_factory=list)
+    phases: dict[float, str] = field(default_factory=dict)  # step -> what begins there, of a run that has a `phase`
 
     def series(self, metric: str) -> tuple[list[float], list[float], list[int]]:
         """Steps, values (NaN in a gap), and where a value has no neighbour; empty lists where there is no value.
@@ -102,6 +104,16 @@ def read_columns(path: Path) -> dict[str, list[float | None]]:
         if len(row) == len(header) and values["step"] is not None:
             by_step[values["step"]] = values  # a resumed run writes a step again: its last row counts
     return {name: [by_step[step][name] for step in sorted(by_step)] for name in (["step", *header] if header else [])}
+
+
+def read_phases(path: Path) -> dict[float, str]:
+    """The steps of a metrics.csv at which its text column `phase` changes, each with the phase that begins."""
+    phases: dict[float, str] = {}
+    for row in csv.DictReader(path.read_text("utf-8", errors="replace").split("\n")[:-1]):
+        step, phase = number(row.get("step")), row.get("phase")
+        if step is not None and phase and phase != next(reversed(phases.values()), None):
+            phases[step] = phase
+    return phases
 
 
 def read_records(path: Path) -> list[dict]:
@@ -134,7 +146,7 @@ def read_run(folder: str | Path) -> Run:
         raise ValueError(f"{folder / 'metrics.csv'} is empty: the run has not come to its first step.")
     records = read_records(folder / "eval.jsonl")
     curves = [answer["curves"] for answer in [{}, *records][-1].get("answers", []) if "curves" in answer]
-    return Run(folder.resolve().name, columns, evaluations(records), curves)
+    return Run(folder.resolve().name, columns, evaluations(records), curves, read_phases(folder / "metrics.csv"))
 
 
 def smoothed(values: list[float | None], weight: float) -> list[float]:
@@ -191,6 +203,10 @@ def draw_panel(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
         if columns == ["kl"] and some and 0 < some[0] <= some[len(some) // 10] < some[-1] / 100:
             side.set_yscale("log", nonpositive="mask")
             side.set_ylim(max(some[0], some[-1] * 1e-6) / 2, None)
+    for step, phase in runs[0].phases.items() if single else ():
+        ax.axvline(step - 0.5, color="#555555", linewidth=0.8, linestyle=":")
+        ax.annotate(phase.lower(), (step - 0.4, 0.98), xycoords=ax.get_xaxis_transform(), va="top", fontsize=7,
+                    rotation=90, color="#555555", annotation_clip=True)
     if twin is not ax:
         colour = COLOURS[list(labels).index(right[0])]
         twin.spines["right"].set(visible=True, color=colour)
@@ -320,7 +336,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smooth", type=float, default=0.8, help="weight of the moving average, 0 for none (0.8)")
     parser.add_argument("--list", action="store_true", help="print what can be drawn, and draw nothing")
     try:
-        print(*command(parser.parse_args(argv)), sep="\n")
+        print(*command(parser.parse_args(argv)), sep="\n", flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         parser.exit(2, f"plot_run: {error}\n")
 

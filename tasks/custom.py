@@ -11,7 +11,7 @@ import json
 import types
 from collections.abc import Callable
 
-from data import Group, Prompt, Rollout, Score, Task, UserError, train_and_heldout
+from data import Group, Prompt, Rollout, Score, Task, UserError, blame, train_and_heldout
 from rewards import BadReward, call_reward, equivalent, final_answer, load_reward, weighted_sum
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # what TRL does not pass on as a column either
@@ -89,7 +89,7 @@ class CustomTask(Task):
                     out[-1] += self._judge([row])
                 except Exception as own:
                     failed += 1
-                    out[-1].append(Score.unscorable(f"{type(own).__name__}: {own}"))
+                    out[-1].append(Score.unscorable(blame(own)))
                 tried += 1
                 if tried == failed == 8:
                     return [error] * len(groups)

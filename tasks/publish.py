@@ -135,7 +135,7 @@ def publish(policy, run: Path, checkpoint: Path, step: int, last: bool, say) -> 
     if not last:
         return
     model = checkpoint
-    if args.save_method != "lora":
+    if args.save_method.startswith("merged_"):
         try:
             save_merged(policy, checkpoint, run / "model", args.save_method)
             model = run / "model"

@@ -22,12 +22,14 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from data import Task, UserError, rng_of, seed_of
+from tasks.process_reward import SEPARATOR, ProcessRewardModel
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 192, "tie_word_embeddings": True, "initializer_range": 0.06,
         "max_position_embeddings": 512}
+JUDGE = {"steps": 300, "lr": 2e-3}  # of the tiny process model
 WARM = {"steps": 1000, "batch": 16, "lr": 6e-3, "betas": (0.9, 0.98), "vocab": 384}  # lr: cosine to 0
 
 
@@ -110,37 +112,93 @@ def supervised_ids(tokenizer, head: list[dict], tail: list[dict]) -> tuple[list[
 
 
 def tiny_model(task: Task, args, say) -> Path:
-    """Folder of the warm-started tiny model, built on first use and cached by the hash of its recipe.
-
-    Two runs that start at once may both build it; the first rename wins and the copies are the same.
-    """
+    """Folder of the warm-started tiny model, built on first use and cached by the hash of its recipe."""
     prompts = task.demonstration_prompts()
     recipe = [TINY, WARM, CHATML, torch.__version__, transformers.__version__, Path(__file__).read_text(),
               [[p.messages, answer] for p, answer in zip(prompts, task.demonstrations(prompts), strict=True)]]
+
+    def build(folder: Path) -> None:
+        say(f"building the tiny model: warm start on {len(prompts)} demonstrations (about half a minute)")
+        model, tokenizer = warm_start(task, say)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return cached("tiny", recipe, build, args.cache)
+
+
+def tiny_process_model(task, args, say) -> Path:
+    """Folder of the tiny process reward model: the tiny model with a head of two classes, fitted to tell right steps
+    of the task's `judged_examples` from wrong ones. Cached like the tiny model."""
+    start, examples = tiny_model(task, args, say), task.judged_examples()
+    recipe = [start.name, JUDGE, Path(__file__).read_text(), examples]
+
+    def build(folder: Path) -> None:
+        say(f"building the tiny process model: fit on {len(examples)} solutions (about half a minute)")
+        fit_process_model(start, folder, examples, say)
+
+    return cached("tiny-prm", recipe, build, args.cache)
+
+
+def fit_process_model(start: Path, folder: Path, examples: list[tuple[str, list[str], list[bool]]], say) -> None:
+    """Fit a token classifier, begun from the causal model at `start`, at the separators of the judged steps."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed_of(0, "tiny process model"))
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(start)
+    tokenizer.add_special_tokens({"additional_special_tokens": [SEPARATOR]})
+    head = {"num_labels": 2, "id2label": {0: "wrong", 1: "right"}, "label2id": {"wrong": 0, "right": 1}}
+    model = transformers.LlamaForTokenClassification.from_pretrained(start, **head)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    judge = ProcessRewardModel(str(folder), torch.device("cpu"), torch.float32)
+    rows = [(*judge.encode(question, steps), verdicts) for question, steps, verdicts in examples]
+    model = judge.model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=JUDGE["lr"], betas=WARM["betas"], weight_decay=0.0, fused=True)
+    batches = length_batches([len(ids) for ids, _, _ in rows])
+    for step in range(JUDGE["steps"]):
+        optimizer.param_groups[0]["lr"] = JUDGE["lr"] * 0.5 * (1 + math.cos(math.pi * step / JUDGE["steps"]))
+        ids, places, verdicts = zip(*(rows[i] for i in next(batches)), strict=True)
+        lengths = [len(x) for x in ids]
+        ids = pad_sequence([torch.tensor(x) for x in ids], batch_first=True, padding_value=tokenizer.pad_token_id)
+        mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        read = torch.cat([logits[row, at] for row, at in enumerate(places)])
+        loss = torch.nn.functional.cross_entropy(read, torch.tensor([int(v) for row in verdicts for v in row]))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 200 == 0:
+            say(f"  process model {step + 1}/{JUDGE['steps']}, loss {loss.item():.3f}")
+    model.save_pretrained(folder)
+
+
+def cached(kind: str, recipe: list, build, use_cache: bool) -> Path:
+    """The folder that `build` fills with a model, in the user's cache under the hash of its recipe.
+
+    Two runs that start at once may both build it; the first rename wins and the copies are the same.
+    """
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_grpo"
-    folder = home / f"tiny-{key}"
+    folder = home / f"{kind}-{key}"
 
     def usable() -> bool:  # a cache folder may be cleaned file by file
         files = ("config.json", "model.safetensors", "tokenizer.json")
-        return args.cache and all((folder / file).is_file() for file in files)
+        return use_cache and all((folder / file).is_file() for file in files)
 
     if usable():
         return folder
-    say(f"building the tiny model: warm start on {len(prompts)} demonstrations (about half a minute)")
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"the cache folder {home} cannot be made ({error}); set XDG_CACHE_HOME") from error
-    build = Path(tempfile.mkdtemp(prefix="building-", dir=home))
+    part = Path(tempfile.mkdtemp(prefix="building-", dir=home))
     try:
-        model, tokenizer = warm_start(task, say)
-        model.save_pretrained(build)
-        tokenizer.save_pretrained(build)
+        build(part)
         if folder.exists() and not usable():
             shutil.rmtree(folder)
         with contextlib.suppress(OSError):  # another run was first: its copy is the same
-            build.rename(folder)
+            part.rename(folder)
     finally:
-        shutil.rmtree(build, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
     return folder

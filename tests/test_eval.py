@@ -184,12 +184,12 @@ def test_flags_resolve_over_the_runs_own(tmp_path):
     (run / "checkpoints" / "step_1").mkdir(parents=True)
     values = {"task": "math", "math_instruction": "mine", "max_new": 33, "eval_size": 17, "model": "base", "name": "a"}
     (run / "config.json").write_text(json.dumps({"args": values}))
-    args = evaluation.resolve(*evaluation.read_flags(["--model", str(run)]))
+    args, *_ = evaluation.resolve(*evaluation.read_flags(["--model", str(run)]))
     assert (args.math_instruction, args.max_new, args.eval_size) == ("mine", 33, 17)
     assert args.model == str(run / "checkpoints" / "step_1")
-    args = evaluation.resolve(*evaluation.read_flags(["--model", str(run), "--data", str(held), "--max-new", "9"]))
+    args, *_ = evaluation.resolve(*evaluation.read_flags(["--model", str(run), "--data", str(held), "--max-new", "9"]))
     assert (args.data, args.eval_data, args.max_new) == (str(held), str(held), 9) and args.eval_size >= 10**6
-    args = evaluation.resolve(*evaluation.read_flags(
+    args, *_ = evaluation.resolve(*evaluation.read_flags(
         ["--model", str(run), "--task", "custom", "--reward", "f.py:g", "-n", "3", "--data", str(held)]))
     assert (args.task, args.max_new, args.eval_size, args.reward) == ("custom", 33, 3, ("f.py:g",))
 

@@ -210,7 +210,7 @@ def test_a_preset_of_the_project_resolves_and_begins_with_its_command(path):
 def test_smoke_as_an_overlay_makes_any_preset_tiny(path):
     args, _ = resolved("--preset", path.stem, "smoke")
     own, smoke = resolved("--preset", path.stem)[0], resolved("--preset", "smoke")[0]
-    assert args.model == "tiny" and args.steps == smoke.steps and args.max_new == smoke.max_new
+    assert args.model == "tiny" and args.steps <= smoke.steps and args.max_new <= smoke.max_new
     assert args.task == own.task
 
 
@@ -383,3 +383,25 @@ def test_any_words_are_resolved_or_refused_in_one_sentence(words):
         assert str(error)
     except SystemExit:
         assert {"-h", "--help"} & set(words)
+
+
+def test_a_preset_says_what_it_is_under_an_overlay(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('task = "math"\nsteps = 300\nmodel = "some/model"\n[smoke]\nsteps = 7\nlimit = 9\n')
+    alone, *_ = train_grpo.resolve_args(["--preset", str(own)])
+    assert (alone.steps, alone.limit, alone.model) == (300, 0, "some/model")
+    both, sources, _ = train_grpo.resolve_args(["--preset", str(own), "smoke"])
+    assert (both.steps, both.limit, both.model) == (7, 9, "tiny") and sources["steps"] == f"preset {own} [smoke]"
+    other_way, *_ = train_grpo.resolve_args(["--preset", "smoke", str(own)])
+    assert (other_way.steps, other_way.limit) == (300, 0)
+    own.write_text("[smok]\nsteps = 7\n")
+    with pytest.raises(train_grpo.UserError, match=r"unknown table \[smok\]"):
+        train_grpo.resolve_args(["--preset", str(own)])
+
+
+@pytest.mark.parametrize("preset", ["math", "selfplay"])
+def test_math_presets_and_their_tiny_selves_resolve(preset):
+    real, *_ = train_grpo.resolve_args(["--preset", preset])
+    tiny, *_ = train_grpo.resolve_args(["--preset", preset, "smoke"])
+    assert real.prm_4bit and "PRM" in real.prm and real.math_data
+    assert (tiny.model, tiny.prm, tiny.prm_4bit, tiny.math_data) == ("tiny", "tiny", False, "")

@@ -118,8 +118,8 @@ def by_hand(args, table, frozen, old=None) -> dict:
             sums["bonus"] += weight * spread[t]
             sums["kl"] += kl
             sums["ratio"] += r
-            sums["low"] += r < 1 - args.clip and a[i] < 0
-            sums["up"] += r > high and a[i] > 0
+            sums["low"] += r < 1 - args.clip and a[i] < 0 and not args.cispo
+            sums["up"] += r > high and (a[i] > 0 or (args.cispo and a[i] < 0))  # CISPO caps the weight of either sign
             sums["gap"] += abs(base[t] - sampled[t])
             ratios.append(r)
     loss = sums["policy"] + args.beta * sums["kl_loss"] - args.entropy_coef * sums["bonus"]

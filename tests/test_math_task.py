@@ -12,7 +12,9 @@ from test_task_contract import core_args, rollout
 from data import Group, UserError
 from rewards import equivalent, final_answer
 from tasks import math_reasoning
-from tasks.math_reasoning import MathTask, demonstration, question_and_gold, split_expressions, word_problems
+from tasks import word_problems as words
+from tasks.math_reasoning import MathTask, question_and_gold
+from tasks.word_problems import demonstration, split_expressions, word_problems
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -202,7 +204,7 @@ def test_demonstration_example(monkeypatch):
     question, steps = "q", [(4, "+", 3, 7), (7, "-", 2, 5)]
     texts = {}
     for name, luck in {"careful": 0.1, "hasty": 0.5, "wrong": 0.97}.items():
-        monkeypatch.setattr(math_reasoning, "seed_of", lambda *key, luck=luck: int(luck * 2**63) & ~1)
+        monkeypatch.setattr(words, "seed_of", lambda *key, luck=luck: int(luck * 2**63) & ~1)
         texts[name] = demonstration(question, steps)
     assert texts == {"careful": "Step 1: 4+3=7\nStep 2: 7-2=5\nFinal Answer: 5",
                      "hasty": "Step 1: 4+3=7\nFinal Answer: 7",

@@ -291,12 +291,12 @@ def test_a_checkpoint_restores_weights_and_optimizer_but_never_the_anchor(base, 
     run_update(policy, 1, optimizer)
     train_grpo.save_model(policy, tmp_path)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    (tmp_path / "state.json").write_text(json.dumps({"step": 1}))
+    (tmp_path / "state.json").write_text(json.dumps({"step": 1, "task": policy.task.state_dict()}))
     expected = run_update(policy, 2, optimizer)
 
     resumed = load(folder, *flags, adapter=adapter)
     other = train_grpo.Optimizer(resumed.model, resumed.args)
-    assert train_grpo.load_checkpoint(resumed, other, tmp_path) == {"step": 1}
+    assert train_grpo.load_checkpoint(resumed, other, tmp_path)["step"] == 1
     assert run_update(resumed, 2, other) == expected and expected["kl"] > 0
     assert torch.equal(logps(resumed), logps(policy))
 

@@ -323,6 +323,17 @@ def test_a_half_written_config_is_no_hindrance(tmp_path):
     assert pr.read_run(folder).columns["step"] == [1]
 
 
+def test_a_text_column_of_phases_marks_its_changes(tmp_path):
+    columns = [*FEW, "phase"]
+    names = ["GROUNDED", "GROUNDED", "RAMP", "RAMP", "CONTINUOUS"]
+    lines = [line(i, columns, phase=name) for i, name in enumerate(names, 1)]
+    run = pr.read_run(make_run(tmp_path / "run", lines, columns=columns))
+    assert run.phases == {1: "GROUNDED", 3: "RAMP", 5: "CONTINUOUS"}
+    figure = pr.draw_figure([run], [pr.PANELS["reward"]])
+    assert {text.get_text() for text in figure.axes[0].texts} == {"grounded", "ramp", "continuous"}
+    assert pr.read_run(make_run(tmp_path / "plain", [line(1), line(2)])).phases == {}
+
+
 def test_curves_of_the_last_evaluation_are_drawn_on_the_axes_of_the_dots(tmp_path):
     def record(step, height):
         curve = {"title": f"at {step} $5", "x_label": "t", "x": [0, 1], "points": {"x": [1, 2], "y": [0, 3]},

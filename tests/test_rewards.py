@@ -9,7 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rewards import call_reward, length_penalty, load_reward, repetition, step_format, weighted_sum  # noqa: E402
+from rewards import (  # noqa: E402
+    call_reward,
+    length_penalty,
+    load_reward,
+    number,
+    repetition,
+    step_format,
+    value,
+    weighted_sum,
+)
 
 
 @pytest.mark.parametrize(
@@ -188,3 +197,12 @@ def test_a_wrong_result_names_the_function_and_what_it_returned(result, message)
 def test_a_missing_column_is_named():
     with pytest.raises(ValueError, match="asks for 'gold', not among answer"):
         call_reward(lambda completions, gold: [0, 0], **DATA)
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("1,234", 1234), (r"2\sqrt{4}", 4), ("7/(1+1)", 3.5), ("5!", 120), ("x+1", None), ("1/0", None),
+    (r"\sqrt{-1}", None),
+    ("inf", None), ("9**9**9**9", None), ("__import__('os')", None), ("1=2", None), ("(1,2)", None), ("", None)])
+def test_value_is_a_finite_number_or_none(text, expected):
+    assert value(text) == (None if expected is None else pytest.approx(expected))
+    assert value(text, 0.0) is None or number(text) is not None  # without time only plain numbers

@@ -115,7 +115,7 @@ def copy(done, tmp_path):
 def test_the_folder_holds_what_was_promised(done):
     names = {path.name for path in done.iterdir()}
     assert names == {"config.json", "metrics.csv", "metrics.jsonl", "completions", "eval.jsonl", "console.log",
-                     "summary.json", "plots", "checkpoints"}
+                     "summary.json", "plots", "checkpoints", "run.lock"}
     assert sorted(path.name for path in (done / "completions").iterdir()) == [f"step_{n}.jsonl.gz" for n in (1, 2, 3)]
     assert {path.name for path in (done / "checkpoints").iterdir()} == {"step_2", "step_3", "best"}
     assert any((done / "plots").iterdir())
@@ -323,7 +323,7 @@ def test_runs_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkey
 
     def create():
         barrier.wait()
-        made.append(train_grpo.Run.create(args, Task(args), False).folder)
+        made.append(train_grpo.Run.create(args, Task(args), {}, False).folder)
 
     threads = [threading.Thread(target=create) for _ in range(8)]
     for thread in threads:
@@ -505,7 +505,8 @@ def test_logs_cut_anywhere_are_whole_lines_after_a_resume(done, tmp_path_factory
 
 def test_a_resume_with_flags_that_add_columns_keeps_the_earlier_rows(command, copy):
     header = (copy / "metrics.csv").read_text().splitlines()[0]
-    assert command("--resume", copy, "--steps", "4", "--overlong", "soft", "--overlong-buffer", "2").code == 0
+    soft = ["--overlong", "soft", "--overlong-buffer", "2", "--resume-override"]
+    assert command("--resume", copy, "--steps", "4", *soft).code == 0
     assert (copy / "metrics.csv").read_text().splitlines()[0] == header
     assert [row["step"] for row in read_csv(copy)] == ["1", "2", "3", "4"]
 
@@ -540,10 +541,22 @@ def test_a_resume_of_what_is_no_run_is_refused(command, tmp_path, monkeypatch, w
     assert ended.code == 2 and "--resume" in ended.err and len(ended.err.splitlines()) == 1
 
 
-def test_a_run_without_a_checkpoint_cannot_be_resumed(command, copy):
+def test_a_run_whose_checkpoints_were_deleted_cannot_be_resumed_and_keeps_its_log(command, copy):
+    before = (copy / "metrics.csv").read_bytes()
     shutil.rmtree(copy / "checkpoints")
     ended = command("--resume", copy)
-    assert ended.code == 2 and "no whole checkpoint" in ended.err
+    assert ended.code == 2 and "its checkpoints are gone" in ended.err
+    assert (copy / "metrics.csv").read_bytes() == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_and_ends_alike(words, command, done, tmp_path):
+    flags = [*words.flags, "--steps", "3", "--eval-every", "2", "--save-every", "2", "--seed", "1", "--out", tmp_path]
+    with pytest.MonkeyPatch.context() as patch:
+        after_step(patch, 1, raise_killed)
+        with pytest.raises(Killed):
+            command(*flags, "--name", "a")
+    assert command("--resume", tmp_path / "a").code == 0
+    same_log(done, tmp_path / "a")
 
 
 @pytest.mark.parametrize("change", [["--adapter", "lora"], ["--model", "tiny"], ["--optimizer", "adamw8bit"]])
@@ -714,22 +727,6 @@ def test_a_process_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(save
             break
         assert code == -signal.SIGKILL
     assert finished and number > 10
-
-
-def test_a_disk_that_is_full_at_a_save_leaves_the_earlier_checkpoint(words, command, tmp_path, monkeypatch):
-    real = torch.save
-
-    def save(value, path, *given, **named):
-        if ".step_4" in str(path):
-            raise OSError(28, "No space left on device")
-        return real(value, path, *given, **named)
-
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(OSError, match="No space"):
-        command(*words.flags, "--steps", "4", "--save-every", "2", "--out", tmp_path, "--name", "a")
-    monkeypatch.undo()
-    assert command("--resume", tmp_path / "a").code == 0
-    assert train_grpo.is_whole(tmp_path / "a" / "checkpoints" / "step_4")
 
 
 @pytest.mark.parametrize("keep, left", [(1, {6}), (2, {4, 6}), (0, {2, 4, 6})])

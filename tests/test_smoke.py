@@ -3,12 +3,12 @@
 import json
 import multiprocessing
 import random
-import types
 from pathlib import Path
 
 import pytest
 import transformers
 from conftest import read_csv, read_jsonl
+from test_task_contract import core_args
 
 import tasks.tiny
 from data import load_task
@@ -80,9 +80,7 @@ def cache(tmp_path, monkeypatch):
 
 def tiny(use_cache: bool = True) -> tuple[Path, list[str]]:
     """The tiny model's folder and what was said of its building."""
-    args = types.SimpleNamespace(
-        data="", eval_data="", eval_size=10, limit=0, max_bad_records=0.01, seed=0, math_max_level=0,
-        partial_credit=False, math_instruction="", sampling_alpha=0.0, cache=use_cache)
+    args = core_args("math", math_max_level=0, math_instruction="", sampling_alpha=0.0, cache=use_cache, eval_size=10)
     said = []
     return tasks.tiny.tiny_model(load_task("math")(args), args, said.append), said
 

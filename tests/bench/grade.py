@@ -1,0 +1,43 @@
+"""Programs graded a second, beside what starting as many bare Python processes costs on this machine.
+
+    python tests/bench/grade.py [N] [WORKERS]
+"""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from tasks.coding import fenced, problems
+from tasks.grading import Grader, Rules
+from tasks.sandbox import Job, Sandbox
+
+
+def seconds(work) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    count, workers = (int(word) for word in (sys.argv[1:] + ["120", "2"][len(sys.argv) - 1 :])[:2])
+    box, some = Sandbox(workers=workers), problems()
+    picked = [some[i % len(some)] for i in range(count)]
+    honest = [(fenced(f"# {i}\n{p['canonical_solution']}"), p) for i, p in enumerate(picked)]
+    command = [sys.executable, "-I", "-S", "-c", "pass"]
+    print(box.describe())
+    for _ in range(3):
+        with ThreadPoolExecutor(workers) as pool:
+            starts = seconds(lambda pool=pool: list(pool.map(lambda _: subprocess.run(command), range(count))))
+        runs = seconds(lambda: box.map([Job("x = 1")] * count))
+        graded = seconds(lambda: Grader(Rules(), box).grade_all(honest))
+        print(f"a second: {count / starts:.0f} starts; {count / runs:.0f} programs ({runs / starts:.2f} x a start); "
+              f"{count / graded:.0f} honest responses (two processes, {graded / starts / 2:.2f} x)")
+    box.close()
+
+
+if __name__ == "__main__":
+    main()

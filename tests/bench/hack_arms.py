@@ -1,0 +1,49 @@
+"""Held-out hack and true-pass rates of finished runs of the hacking study, sampled at temperature 1.
+
+    for s in 1 2 3; do for a in vanilla projected random; do
+        python train_grpo.py --preset hack smoke --arm $a --seed $s --name $a-$s; done; done
+    python tests/bench/hack_arms.py runs/vanilla-1 runs/projected-1 …
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import torch
+
+import train_grpo
+from data import Group, load_task
+from tasks.coding import rates
+from train_grpo import newest_checkpoint, read_run_config, resolve_args
+
+SAMPLES = 4  # completions a held-out prompt
+SHOWN = ("hack_rate", "true_pass_rate", "other_hack_rate", "genuine_tests_rate", "own_tests_rate")
+
+
+def measure(policy, task) -> dict[str, float]:
+    rolled = policy.sample(task.heldout(), SAMPLES, 1.0, "arms")
+    groups = [Group(rows[0].prompt, rows, scores)
+              for rows, scores in zip(rolled, task.score_all(rolled), strict=True)]
+    return rates([pair for g in groups for pair in zip(g.rollouts, g.scores, strict=True)])
+
+
+def main() -> None:
+    print("run", *SHOWN, sep=" | ")
+    starts = set()
+    for folder in map(Path, sys.argv[1:]):
+        args = resolve_args([], read_run_config(folder))[0]
+        task = load_task(args.task)(args)
+        policy = train_grpo.load_policy(args, task, lambda text: None)
+        if args.model not in starts:
+            starts.add(args.model)
+            with torch.no_grad():
+                before = measure(policy, task)
+            print("start", *(f"{before[name]:.3f}" for name in SHOWN), sep=" | ", flush=True)
+        policy.model.load(newest_checkpoint(folder, print))
+        after = measure(policy, task)
+        print(folder.name, *(f"{after[name]:.3f}" for name in SHOWN), sep=" | ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Rates of the math task's judging on one core: grounded scores a second, and novelty queries by the size of the index.
+
+    taskset -c 0 python tests/bench/rewards.py [--data train.jsonl]
+
+A twentieth of the completions are hostile. Questions are those of --data (GSM8K's form), filled up with ones that put
+the halves of two together.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from test_task_contract import HOSTILE, core_args, rollout
+
+from data import rng_of
+from rewards import equivalent
+from tasks.math_reasoning import MathTask
+from tasks.self_play import TrigramIndex, jaccard, trigrams
+
+
+def grounded_scores(count: int) -> None:
+    task = MathTask(core_args("math", math_instruction=""))
+    assert equivalent(r"\sqrt{8}", r"2\sqrt{2}")  # its process takes seconds to start, once
+    rng, rows = rng_of(0, "bench"), []
+    for i, prompt in enumerate(task.prompts(500) * (count // 500)):
+        gold = int(prompt.gold)
+        answer = (gold, gold + int(rng.integers(1, 9)), f"{gold}.0", rf"\frac{{{2 * gold}}}{{2}}")[int(rng.integers(4))]
+        text = f"Step 1: {rng.integers(99)}+{rng.integers(99)}={rng.integers(99)}\nStep 2: so\nFinal Answer: {answer}"
+        rows.append(rollout(prompt, HOSTILE[int(rng.integers(len(HOSTILE)))] if i % 20 == 0 else text))
+    start, cpu = time.perf_counter(), time.process_time()
+    for at in range(0, len(rows), 8):
+        task.score(rows[at:at + 8])
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    print(f"grounded scores: {len(rows)} ({len(rows) // 20} of hostile completions) in {seconds:.2f} s, "
+          f"{len(rows) / seconds:.0f} a second; {len(rows) / cpu:.0f} a second of this process's CPU time")
+
+
+def questions_of(path: str, count: int) -> list[str]:
+    rng, known = rng_of(0, "questions"), []
+    if path:
+        known = [json.loads(line)["question"] for line in Path(path).read_text().splitlines()]
+    else:
+        known = [p.meta["question"] for p in MathTask(core_args("math")).train]
+    out = list(dict.fromkeys(known))[:count]
+    while len(out) < count:
+        a, b = (known[int(i)].split() for i in rng.integers(len(known), size=2))
+        out.append(" ".join([*a[:len(a) // 2], *b[len(b) // 2:]]))
+    return out
+
+
+def novelty_queries(path: str) -> None:
+    rng = rng_of(0, "queries")
+    for size in (1250, 2500, 5000, 10_000):
+        texts = questions_of(path, size)
+        start = time.process_time()
+        index = TrigramIndex(texts)
+        built = time.process_time() - start
+        queries = []
+        for i in rng.integers(size, size=100):
+            words = texts[int(i)].split()
+            words[:len(words) // 3] = texts[int(rng.integers(size))].split()[:len(words) // 3]
+            queries.append(" ".join(words))
+        start = time.process_time()
+        found = [index.nearest(query) for query in queries]
+        each = (time.process_time() - start) / len(queries)
+        start = time.process_time()
+        for query, best in list(zip(queries, found, strict=True))[:5]:
+            grams = trigrams(query)
+            assert abs(best - max(jaccard(grams, other) for other in index.sets)) < 1e-12
+        brute = (time.process_time() - start) / 5
+        print(f"novelty: {size} questions, built in {built:.2f} s, a query {each * 1e3:.2f} ms of CPU time "
+              f"(all pairs {brute * 1e3:.1f} ms)")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="", help="questions for the index: a .jsonl with `question` [word problems]")
+    parser.add_argument("--scores", type=int, default=10_000, help="grounded scores [10000]")
+    given = parser.parse_args()
+    grounded_scores(given.scores)
+    novelty_queries(given.data)

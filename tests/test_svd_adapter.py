@@ -1,0 +1,324 @@
+"""The SVD adapter: what δ = 0 is, its gradient, its files; the directions of hacking and the projection."""
+
+import copy
+import math
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+import engine
+import train_grpo
+from data import Prompt, Rollout, UserError
+from engine import Row, token_logps
+from tasks import hack_directions as H
+from tasks.svd_adapter import SVDModel, decompositions
+from tests.conftest import WordTask, make_args, make_policy, random_model, word_tokenizer
+
+IDS = torch.tensor([[3, 9, 14, 4, 22, 7]])
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def adapted(kind="llama", dtype=torch.float32, seed=0):
+    hf = random_model(kind, dtype=dtype, seed=seed)
+    return SVDModel(hf, "random", say=lambda text: None), hf
+
+
+def stir(model, scale=0.05):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for layer in model.layers.values():
+            layer.delta.copy_(torch.randn_like(layer.delta) * scale)
+
+
+def svd_policy(*flags):
+    args = make_args("--adapter", "svd", *flags)
+    model, hf = adapted()
+    return train_grpo.Policy(args, WordTask(args), model.eval(), hf, word_tokenizer(), hf.device, "off")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_delta_zero_is_the_base_bit_for_bit_and_another_delta_is_not(kind):
+    base = random_model(kind)
+    model, hf = adapted(kind)
+    assert len(model.layers) == {"llama": 14, "qwen2": 14, "gpt2": 8}[kind]
+    assert torch.equal(hf(IDS).logits, base(IDS).logits)
+    stir(model)
+    assert (hf(IDS).logits - base(IDS).logits).abs().max() > 1e-3
+    with model.disable_adapter():
+        assert torch.equal(hf(IDS).logits, base(IDS).logits)
+
+
+def test_only_delta_is_trained_and_it_is_float32():
+    model, _ = adapted(dtype=torch.bfloat16)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all(name.endswith(".delta") and p.dtype == torch.float32 for name, p in trained.items())
+    assert len(trained) == 14
+
+
+def test_the_gradient_agrees_with_finite_differences():
+    model, hf = adapted("gpt2", dtype=torch.float64)  # Llama's norms compute in float32 whatever the weights are
+    stir(model)
+
+    def loss():
+        return hf(IDS).logits.log_softmax(-1)[0, :, 5].sum()
+
+    for name in list(model.layers)[::3]:
+        delta = model.layers[name].delta
+        delta.data = delta.data.double()
+        (gradient,) = torch.autograd.grad(loss(), delta)
+        for i in (0, 3):
+            step = torch.zeros_like(delta)
+            step[i] = 1e-5
+            with torch.no_grad():
+                delta += step
+                up = loss()
+                delta -= 2 * step
+                numeric = (up - loss()) / 2e-5
+                delta += step
+            assert abs(numeric - gradient[i]) < 1e-5 * max(1, abs(numeric))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_merged_model_equals_the_live_one_and_loads_alone(kind, tmp_path):
+    model, hf = adapted(kind)
+    stir(model)
+    model.save_merged(tmp_path / "merged")
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (alone(IDS).logits - hf(IDS).logits).abs().max() < 1e-5
+
+
+def test_deltas_come_back_from_a_folder_and_not_on_other_weights(tmp_path):
+    model, hf = adapted()
+    stir(model)
+    model.save_pretrained(tmp_path)
+    again, hf_again = adapted()
+    again.load(tmp_path)
+    assert torch.equal(hf(IDS).logits, hf_again(IDS).logits)
+    other, _ = adapted(seed=5)
+    with pytest.raises(UserError, match="other weights"):
+        other.load(tmp_path)
+
+
+def test_decompositions_are_cached_and_a_damaged_file_is_made_again(tmp_path):
+    said = []
+    base = random_model()
+    modules = {"q": base.model.layers[0].self_attn.q_proj}
+    first = decompositions(modules, "m", "hash", True, said.append)
+    (file,) = (tmp_path / "cache" / "train_grpo").glob("svd-*.safetensors")
+    before = file.stat().st_mtime_ns
+    again = decompositions(modules, "m", "hash", True, said.append)
+    assert torch.equal(first["q"][0], again["q"][0]) and file.stat().st_mtime_ns == before and not said
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(bytes(data))
+    mended = decompositions(modules, "m", "hash", True, said.append)
+    assert "damaged" in said[0] and torch.equal(mended["q"][1], first["q"][1])
+    u, vh = mended["q"]
+    weight = modules["q"].weight.detach()
+    assert torch.allclose(u @ torch.diag(torch.diag(u.T @ weight @ vh.T)) @ vh, weight, atol=1e-5)
+
+
+def test_the_reference_is_delta_zero_and_the_rollout_merge_leaves_no_trace():
+    policy = svd_policy()
+    base = random_model()
+    stir(policy.model)
+    with policy.as_reference() as hf:
+        assert torch.equal(hf(IDS).logits, base(IDS).logits)
+    live = policy.hf(IDS).logits
+    assert engine.install_attention(policy.hf)
+    policy.engine = "fast"
+    with engine.merged_lora(policy):
+        assert all(layer.disable_adapters for layer in policy.model.layers.values())
+        assert torch.allclose(policy.hf(IDS).logits, live, atol=1e-4)
+    assert torch.allclose(policy.hf(IDS).logits, live, atol=1e-6)
+    row = Rollout(Prompt("w3"), IDS[0].tolist(), [1, 1], [0.0] * 2, [0.0] * 2, [0] * 2, "stop", [])
+    logps = []
+    for policy.engine in ("fast", "generate"):
+        logps.append(token_logps(policy, policy.hf, [Row(row, 1.0)], 1.0)[0])
+    assert torch.allclose(*logps, atol=1e-5)
+
+
+def test_four_bit_weights_are_refused_in_one_sentence():
+    with pytest.raises(UserError, match="--load-4bit True .*--adapter lora"):
+        make_args("--adapter", "svd", "--load-4bit")
+
+
+def test_a_run_with_the_adapter_resumes_exports_and_is_evaluated(words, command, tmp_path):
+    flags = [f if f != "none" else "svd" for f in words.flags]
+    flags += ["--out", tmp_path, "--beta", "0.1", "--lr", "1e-2", "--save-method", "merged", "--keep-last", "0"]
+    assert command(*flags, "--name", "whole", "--steps", "4").code == 0
+    assert command(*flags, "--name", "part", "--steps", "4", "--save-every", "2").code == 0
+    part = tmp_path / "part"
+    shutil.rmtree(part / "checkpoints" / "step_4")
+    assert command("--resume", part).code == 0
+    files = [safetensors.torch.load_file(tmp_path / name / "checkpoints" / "step_4" / "svd_adapter.safetensors")
+             for name in ("whole", "part")]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    assert any(t.abs().max() > 0 for t in files[0].values())
+    folder = tmp_path / "whole" / "checkpoints" / "step_4"
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
+    args = train_grpo.resolve_args([str(f) for f in flags] + ["--model", str(folder)])[0]
+    policy = train_grpo.load_policy(args, train_grpo.load_task(args.task)(args), lambda text: None)
+    assert (merged(IDS).logits - policy.hf(IDS).logits).abs().max() < 1e-5
+    assert merged(IDS).logits.sub(random_model()(IDS).logits).abs().max() > 1e-4
+
+
+# ---- the projection
+ROWS = torch.linalg.qr(torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0].T
+
+
+def gradient(seed=1):
+    return torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_one_sided_removes_what_goes_towards_the_hack_and_keeps_what_goes_away():
+    g = -2 * ROWS[0] + 3 * ROWS[1]  # descent moves +2 along the first direction, -3 along the second
+    rest, fired = H.project(g, ROWS, "one_sided", False)
+    assert fired and torch.allclose(ROWS @ rest, torch.tensor([0.0, 3.0, 0.0], dtype=torch.float64), atol=1e-12)
+    rest, fired = H.project(g, ROWS, "no_gate", False)
+    assert fired and torch.allclose(ROWS @ rest, torch.zeros(3, dtype=torch.float64), atol=1e-12)
+    away = ROWS.T @ torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
+    kept, fired = H.project(away, ROWS, "one_sided", False)
+    assert not fired and kept is away
+
+
+@pytest.mark.parametrize("gate", ["one_sided", "no_gate"])
+@pytest.mark.parametrize("seed", range(5))
+def test_energy_in_the_subspace_never_grows_and_magnitude_is_kept_on_request(gate, seed):
+    g = gradient(seed)
+    rest, _ = H.project(g, ROWS, gate, False)
+    share = [float((ROWS @ x).square().sum() / x.square().sum()) for x in (g, rest)]
+    assert share[1] <= share[0] + 1e-12 and rest.norm() <= g.norm() + 1e-12
+    outside = g - ROWS.T @ (ROWS @ g)
+    assert torch.allclose(rest - ROWS.T @ (ROWS @ rest), outside, atol=1e-12)
+    kept, _ = H.project(g, ROWS, gate, True)
+    assert math.isclose(float(kept.norm()), float(g.norm()), rel_tol=1e-12)
+
+
+PAIRS = [{"messages": f"w{5 + i} w{9 + i}", "hacked": f"w20 w{21 + i % 3}", "honest": f"w{11 + i} w{12 + i % 4}"}
+         for i in range(10)]
+
+
+def test_a_step_along_the_rest_does_not_raise_the_hacked_completion_to_first_order():
+    policy = svd_policy()
+    rows = H.differences(policy, PAIRS[:1])
+    basis = {name: torch.nn.functional.normalize(row, dim=-1) for name, row in rows.items()}  # points towards the hack
+    layers = policy.model.layers
+
+    def gap():
+        pair = PAIRS[0]
+        return (H.likelihood(policy, pair["messages"], pair["hacked"])
+                - H.likelihood(policy, pair["messages"], pair["honest"]))
+
+    up = torch.autograd.grad(-gap(), [layer.delta for layer in layers.values()])  # a loss whose descent is the hack
+
+    def change(step):
+        with torch.no_grad():
+            before = gap()
+            for (name, layer), g in zip(layers.items(), up, strict=True):
+                layer.delta -= 1e-3 * step(g, basis[name])
+            after = gap()
+            for layer in layers.values():
+                layer.delta.zero_()
+        return float(after - before)
+
+    whole = change(lambda g, rows: g)
+    assert whole > 1e-4
+    assert abs(change(lambda g, rows: H.project(g, rows, "one_sided", False)[0])) < 0.01 * whole
+    assert change(lambda g, rows: H.project(-g, rows, "one_sided", False)[0]) < -0.9 * whole  # away: kept
+
+
+def study(policy, **values):
+    flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    args = make_args("--task", "code", "--problems", "formulas", "--adapter", "svd", *flags)
+    made = H.Study(args, lambda: PAIRS)
+    made.prepare(policy, lambda text: None)
+    return made
+
+
+def with_gradients(policy):
+    for i, layer in enumerate(policy.model.layers.values()):
+        layer.delta.grad = torch.randn(layer.delta.shape, generator=torch.Generator().manual_seed(i))
+    return {name: layer.delta.grad.clone() for name, layer in policy.model.layers.items()}
+
+
+@pytest.mark.parametrize("arm", ["vanilla", "projected", "random"])
+def test_every_arm_measures_and_vanilla_changes_no_bit(arm):
+    policy = svd_policy()
+    made = study(policy, arm=arm, hack_k=2)
+    before = with_gradients(policy)
+    seen = made.on_gradients(policy)
+    same = [torch.equal(before[name], layer.delta.grad) for name, layer in policy.model.layers.items()]
+    assert all(same) if arm == "vanilla" else not all(same)
+    assert 0 < seen["cin"] < 1 and seen["fired"] > 0.3
+    assert seen["cout"] == pytest.approx(seen["cin"]) if arm == "vanilla" else seen["cout"] < seen["cin"]
+    with torch.no_grad():
+        for layer in policy.model.layers.values():
+            layer.delta -= 0.01 * layer.delta.grad
+    leak = made.after_step()["adam_leak"]
+    assert leak < 1e-9 if arm != "vanilla" else leak > 1e-3
+
+
+def test_a_backward_split_by_source_sums_to_the_whole_and_measures_both():
+    policy = svd_policy("--beta", "0")
+    made = study(policy, hack_k=2)
+    rows = [Row(Rollout(Prompt("w3 w4"), [3, 4, 5 + i, 9 + i], [1, 1], [0.0] * 2, [0.0] * 2, [0] * 2, "stop", []),
+                1.0 if i % 2 else -0.5, weight=0.25) for i in range(4)]
+    optimizer = train_grpo.Optimizer(policy.model, policy.args)
+    found = []
+    for split in ([], [[0, 3], [1, 2]]):
+        policy.task.split = lambda rollouts, split=split: split
+        policy.task.on_part = made.on_part
+        made.parts = []
+        train_grpo.gradients(policy, optimizer, rows, policy.args, 1.0, 64)
+        found.append({name: layer.delta.grad.clone() for name, layer in policy.model.layers.items()})
+        seen = made.on_gradients(policy)
+    assert all(torch.allclose(a, found[1][name], atol=1e-7) for name, a in found[0].items())
+    assert 0 < seen["cin_s"] < 1 and 0 < seen["cin_t"] < 1 and seen["cin_s"] != seen["cin_t"]
+
+
+def test_directions_point_towards_the_hack_and_are_taken_by_value():
+    policy = svd_policy()
+    tensors, cosine = H.extract(policy, PAIRS, heldout=2)
+    assert -1 <= cosine <= 1
+    order = H.rng_of(0, "hack pairs").permutation(len(PAIRS))
+    rows = H.differences(policy, [PAIRS[i] for i in order[2:]])
+    for name, every in rows.items():
+        found = tensors[f"{name}.directions"]
+        assert (found @ every.mean(0) >= -1e-7).all()
+        assert torch.allclose(found @ found.T, torch.eye(len(found)), atol=1e-4)
+    kept = H.choose(tensors, 2, 0.25)
+    everything = H.choose(tensors, 2, 0.0)
+    count = sum(len(rows) for rows in everything.values())
+    assert count == 28 and sum(len(rows) for rows in kept.values()) == 21
+
+
+def test_a_directions_file_is_used_again_and_one_of_something_else_is_refused(tmp_path):
+    policy = svd_policy()
+    path = tmp_path / "own.safetensors"
+    first = study(policy, hack_directions=path)
+    when = path.stat().st_mtime_ns
+    second = study(policy, hack_directions=path)
+    assert path.stat().st_mtime_ns == when
+    assert all(torch.equal(first.basis[name], second.basis[name]) for name in first.basis)
+    args = make_args("--task", "code", "--problems", "formulas", "--adapter", "svd", "--hack-directions", str(path))
+    other = H.Study(args, lambda: PAIRS[::-1])
+    with pytest.raises(UserError, match="made for another pairs .*extracted again"):
+        other.prepare(policy, lambda text: None)
+    model = copy.copy(policy.model)
+    model.weights = "x"
+    with pytest.raises(UserError, match="made for another model"):
+        study(train_grpo.dataclasses.replace(policy, model=model), hack_directions=path)
+
+
+def test_an_arm_without_the_adapter_is_an_error():
+    args = make_args("--task", "code", "--problems", "formulas", "--arm", "projected")
+    with pytest.raises(UserError, match="--adapter svd"):
+        H.Study(args, lambda: PAIRS).prepare(make_policy())
