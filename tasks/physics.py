@@ -15,7 +15,7 @@ import functools
 import json
 import sys
 import warnings
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -404,11 +404,6 @@ def shares(flags: list[dict[str, Any]]) -> dict[str, float]:
     return {"parsed_share": float(np.mean([bool(flag.get("parsed")) for flag in flags])),
             "simulated_share": float(np.mean([bool(flag.get("simulated")) for flag in flags])),
             "match": float(match.mean()), "correctness": float((match >= CORRECT).mean())}
-
-
-def reasons(scores: list[Score]) -> Counter[str]:
-    """Why answers earned nothing, most frequent first."""
-    return Counter(score.flags["reason"] for score in scores if score.flags.get("reason"))
 
 
 def download_adapter(name: str) -> str:
