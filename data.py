@@ -237,6 +237,7 @@ def _attempt(fn: Callable, *args):
 TASKS = {
     "math": "tasks.math_reasoning:MathTask",
     "custom": "tasks.custom:CustomTask",
+    "tools": "tasks.tool_use:ToolTask",
 }
 
 

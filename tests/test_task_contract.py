@@ -39,7 +39,11 @@ def custom_args(folder):
     return core_args("custom", data=str(folder / "own.jsonl"), reward=(f"{rewards}:length=0.5", f"{rewards}:named"))
 
 
-FACTORIES = {"math": math_args, "custom": custom_args}
+def tools_args(folder):
+    return core_args("tools")
+
+
+FACTORIES = {"math": math_args, "custom": custom_args, "tools": tools_args}
 HOSTILE = ["", " \n\t", "\ud800 lone \udfff", "{" * 5000, "\\boxed{" * 3000 + "}" * 3000, "1" * 1_000_000,
            "Final Answer: " + "(" * 4000, "Final Answer: 9**9**9**9", "Final Answer: __import__('os').system('x')",
            "Step 1: " * 100_000, "\x00\x1b[31m", "Final Answer: \\frac{1}{0}", "Final Answer: nan", "</s><|im_end|>"]
