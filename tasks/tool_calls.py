@@ -135,8 +135,8 @@ def run_call(call: dict, allowed: tuple[str, ...], live: bool = False) -> str:
 
 
 def clean(text: str) -> str:
-    """Text that any tokenizer takes, on one line and short."""
-    text = " ".join(str(text)[: 2 * LONGEST_REPLY].split()).encode("utf-8", "replace").decode()
+    """Text that any tokenizer takes, on one line and short; what a model wrote opens no tag and no turn in it."""
+    text = " ".join(str(text)[: 2 * LONGEST_REPLY].split()).encode("utf-8", "replace").decode().replace("<", "‹")
     return text if len(text) <= LONGEST_REPLY else text[: LONGEST_REPLY - 1] + "…"
 
 
