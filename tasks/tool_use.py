@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from data import Group, Prompt, Rollout, Score, Task, UserError, nearest, rng_of, seed_of, train_and_heldout
+from data import Group, Prompt, Rollout, Score, Task, UserError, nearest, rng_of, train_and_heldout
 from tasks.calculator import calculate, extract_expressions
 from tasks.tool_calls import ALIASES, TOOLS, parse_tool_calls, run_call, schema
 from tasks.tool_data import read_sample, synthetic
@@ -183,12 +183,12 @@ class ToolTask(Task):
     def _demonstration(self, prompt: Prompt) -> list[dict]:
         """A worked example, deliberately imperfect: so a model that imitates it can do the work, but mostly does not.
 
-        Of questions for several values, 40 % are careful and 60 % hasty (the first value only). In 55 % of all, careful
-        or not, the last operand of the first call is left out, which the calculator refuses, and its value is guessed.
+        Of questions for several values, 45 % are careful and 55 % hasty (the first value only). In 55 % of all, careful
+        or not, the first call lacks its last operand, which the calculator refuses, and 0 stands for its value.
         """
         expressions = list(prompt.meta["expressions"])
         rng = rng_of(0, "demonstration", prompt.messages[-1]["content"])
-        if rng.random() < 0.60:
+        if rng.random() < 0.55:
             expressions = expressions[:1]
         written = list(expressions)
         if rng.random() < 0.55:
@@ -196,8 +196,7 @@ class ToolTask(Task):
         said = "\n".join(call_text(expression) for expression in written)
         row = Rollout(prompt, [], [], [], [], [], "stop", [{"role": "assistant", "content": said}])
         replies = self.reply(row)
-        values = [str(seed_of(0, "guess", said) % 40) if message["content"].startswith("error") else message["content"]
-                  for message in replies]
+        values = ["0" if message["content"].startswith("error") else message["content"] for message in replies]
         return [row.turns[0], *replies, {"role": "assistant", "content": f"<answer>{', '.join(values)}</answer>"}]
 
 
