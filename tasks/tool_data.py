@@ -131,7 +131,7 @@ CITIES = {"Asia/Shanghai": ("Shanghai", "上海"), "Asia/Tokyo": ("Tokyo", "东�
 def expression(rng, easy: bool) -> str:
     """One arithmetic expression; the easy ones are a single sum, difference or product of small numbers."""
     if easy:
-        return f"{rng.integers(1, 21)}{'+-*'[rng.integers(3)]}{rng.integers(1, 21)}"
+        return f"{rng.integers(1, 13)}{'+-*'[rng.integers(3)]}{rng.integers(1, 13)}"
     a, b, c = (int(n) for n in rng.integers(2, 1000, size=3))
     small, root = int(rng.integers(2, 12)), int(rng.integers(2, 40))
     shapes = (f"{a}+{b}*{small}", f"({a}+{b})*{small}", f"{a}-{b}+{c}", f"{a}*{b}", f"{a}*{small}-{b}", f"{a}+{b}",
