@@ -40,7 +40,7 @@ def custom_args(folder):
 
 
 def tools_args(folder):
-    return core_args("tools")
+    return core_args("tools", limit=300)
 
 
 FACTORIES = {"math": math_args, "custom": custom_args, "tools": tools_args}
