@@ -278,6 +278,7 @@ TASKS = {
     "code": "tasks.coding:CodeTask",
     "custom": "tasks.custom:CustomTask",
     "physics": "tasks.physics:PhysicsTask",
+    "tools": "tasks.tool_use:ToolTask",
 }
 
 

@@ -495,6 +495,8 @@ def takes_turn(policy, row: Rollout, may: bool) -> bool:
     if isinstance(row.prompt.messages, str):
         raise UserError("a task that replies needs chat messages as its prompts, not plain text")
     mark = "replysuffixmark"
+    while any(mark in message["content"] for message in reply):  # a tool may repeat what the policy wrote
+        mark += "x"
     head = list(row.prompt.messages) + row.turns[:-1] + [{"role": "assistant", "content": mark}]
     suffix = policy.render(head + reply, row.prompt, True).rpartition(mark)[2]
     new = policy.tokenizer.encode(suffix, add_special_tokens=False)

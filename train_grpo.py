@@ -352,7 +352,10 @@ def layer(values: dict[str, Any], types: dict[str, Any], task: str, where: str) 
         if isinstance(content, dict):
             if table not in TASKS and not (ROOT / "configs" / f"{table}.toml").is_file():
                 raise UserError(f"{where}: unknown table [{table}]{nearest(table, TASKS)}")
-            flat |= content if table == task else {}
+            for key, value in content.items() if table == task else ():
+                # a table within, as [tools.reward], is the option tools_reward: a list of NAME=VALUE
+                flat |= {f"{table}_{key}": [f"{k}={v}" for k, v in value.items()]} if isinstance(value, dict) else {
+                    key: value}
     for key in flat:
         if key not in types:
             raise UserError(f"{where}: unknown key {key}{nearest(key, types)}")

@@ -47,7 +47,12 @@ def physics_args(folder):
     return core_args("physics", system_ids=("spring", "rc_discharge", "lotka_volterra"), instances_per_system=20)
 
 
-FACTORIES = {"math": math_args, "custom": custom_args, "code": code_args, "physics": physics_args}
+def tools_args(folder):
+    return core_args("tools", limit=300)
+
+
+FACTORIES = {"math": math_args, "custom": custom_args, "code": code_args, "physics": physics_args,
+             "tools": tools_args}
 HOSTILE = ["", " \n\t", "\ud800 lone \udfff", "{" * 5000, "\\boxed{" * 3000 + "}" * 3000, "1" * 1_000_000,
            "Final Answer: " + "(" * 4000, "Final Answer: 9**9**9**9", "Final Answer: __import__('os').system('x')",
            "Step 1: " * 100_000, "\x00\x1b[31m", "d2x/dt2 = 9**9**9**9",
