@@ -1,7 +1,9 @@
 """Advantages, what leaves the batch, and what each row weighs, by hand."""
 
+import contextlib
 import math
 import statistics
+import types
 
 import pytest
 from conftest import Bigram, WordTask, hand_rollout, make_args, scored, word_tokenizer
@@ -245,7 +247,7 @@ LIVE, FLAT = (0.0, 1.0), (1.0, 1.0)
 def collected(script, *flags, prompts=3):
     args = make_args("--group", "2", "--prompts", str(prompts), *flags)
     task, policy = Scripted(args, script), FakePolicy()
-    stop = type("Stop", (), {"check": lambda self: None})()
+    stop = types.SimpleNamespace(check=lambda: None, scoring=contextlib.nullcontext)
     batch, sampled = train_grpo.collect(policy, task, args, 7, train_grpo.Clock(), stop)
     indices = ([g.prompt.meta["index"] for g in groups] for groups in (batch, sampled))
     return *indices, task.asked, policy.keys

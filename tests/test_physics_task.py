@@ -379,6 +379,7 @@ def smoke(command, folder, *flags):
     return command("--preset", "physics", "smoke", "--out", folder, "--name", "a", "--no-save-completions", *flags)
 
 
+@pytest.mark.slow
 def test_a_short_smoke_run_finds_the_true_equations(command, tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.tiny.WARM, "steps", 400)
     ended = smoke(command, tmp_path, "--steps", "24", "--eval-every", "0")

@@ -272,7 +272,7 @@ def test_rates_are_those_of_the_rollouts():
 def test_the_ids_are_those_that_were_sampled_and_seen(monkeypatch):
     """Scripted ids that text would be split into otherwise; nothing is decoded to compare."""
     flags = ("--max-turns", "3", "--max-new", "200", "--context", "1000")
-    task = ToolTask(core_args("tools", limit=50, tool_questions="short", tools_instruction=""))
+    task = ToolTask(core_args("tools", limit=50, tool_questions="short", tools_instruction="", max_turns=3))
     tokenizer = tiny_tokenizer([ONE * 5, "<answer>3, 12</answer> user tool"] * 5)
     alone = [[tokenizer.convert_tokens_to_ids(tokenizer.tokenize(sign)[0]) for sign in text] + [tokenizer.eos_token_id]
              for text in (ONE, TWO, "<answer>3, 12</answer>")]
