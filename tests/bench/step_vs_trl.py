@@ -170,10 +170,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default=str(ROOT.parent / "shared" / "bench" / "peer_trl.py"), help="the TRL side")
     parser.add_argument("--quick", action="store_true", help="the first row only, with memory")
-    parser.add_argument("--steps", type=int, default=5, help="paired steps a row, after one that does not count")
+    parser.add_argument("--steps", type=int, help="paired steps a row, after one that does not count [5; --quick: 3]")
     parser.add_argument("--alone", choices=["trl", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     own = parser.parse_args()
+    own.steps = own.steps or (3 if own.quick else 5)
     if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     sys.path[:0] = [str(ROOT), str(Path(own.peer).parent)]
