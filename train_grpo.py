@@ -752,7 +752,10 @@ def add_adapter(hf, args, base: str, start: str | None):
         model = peft.get_peft_model(hf, config)  # LoRA weights are float32 whatever the base is
     except ValueError as error:
         raise UserError(f"--lora-targets {' '.join(args.lora_targets)} do not fit this model: {error}") from error
-    model.peft_config["default"].base_model_name_or_path = base
+    own = model.peft_config["default"]
+    own.base_model_name_or_path = base
+    if isinstance(own.target_modules, set):  # its order would differ from process to process in adapter_config.json
+        own.target_modules = sorted(own.target_modules)
     return model
 
 
