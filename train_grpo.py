@@ -744,7 +744,7 @@ def add_adapter(hf, args, base: str, start: str | None):
         model = or_user_error(start, lambda: peft.PeftModel.from_pretrained(hf, start, is_trainable=True))
         or_user_error(start, lambda: model.load_adapter(start, adapter_name="reference", is_trainable=False))
         model.set_adapter("default")
-        return model
+        return in_one_order(model)
     targets = args.lora_targets[0] if args.lora_targets == ("all-linear",) else list(args.lora_targets)
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, use_rslora=args.rslora, target_modules=targets,
                              lora_dropout=0.0, task_type="CAUSAL_LM")
@@ -752,10 +752,15 @@ def add_adapter(hf, args, base: str, start: str | None):
         model = peft.get_peft_model(hf, config)  # LoRA weights are float32 whatever the base is
     except ValueError as error:
         raise UserError(f"--lora-targets {' '.join(args.lora_targets)} do not fit this model: {error}") from error
-    own = model.peft_config["default"]
-    own.base_model_name_or_path = base
-    if isinstance(own.target_modules, set):  # its order would differ from process to process in adapter_config.json
-        own.target_modules = sorted(own.target_modules)
+    model.peft_config["default"].base_model_name_or_path = base
+    return in_one_order(model)
+
+
+def in_one_order(model):
+    """PEFT keeps a set of target modules, whose order in adapter_config.json would differ from process to process."""
+    config = model.peft_config["default"]
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)
     return model
 
 

@@ -321,6 +321,8 @@ def test_a_lora_checkpoint_loads_in_peft_alone(words, command, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a" / "checkpoints" / "step_2")],
                           capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "True\n", done.stderr
+    config = json.loads((tmp_path / "a" / "checkpoints" / "step_2" / "adapter_config.json").read_text())
+    assert config["target_modules"] == sorted(config["target_modules"])  # a set's order is another in each process
 
 
 # ---- signals
