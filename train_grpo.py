@@ -1213,8 +1213,10 @@ def hold(folder: Path) -> typing.IO:
 
 
 def folder_exists(folder: Path) -> UserError:
-    return UserError(f"{folder} exists; go on with --resume {folder}, replace it with --overwrite (if it is a run), or "
-                     "give another --name")
+    if not is_run(folder):
+        return UserError(f"{folder} exists and is no run, so nothing replaces it; give another --name")
+    return UserError(f"{folder} exists; go on with --resume {folder}, replace it with --overwrite, or give another "
+                     "--name")
 
 
 class Run:
@@ -2009,7 +2011,8 @@ def read_run_config(folder: Path) -> dict:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config["args"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"--resume {folder}: no run folder with a readable config.json ({error})") from error
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"--resume {folder}: no run folder with a readable config.json ({reason})") from error
     return config
 
 
