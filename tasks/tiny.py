@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +67,33 @@ def warm_start(task: Task, say) -> tuple[Any, Any]:
         bos_token_id=None, **TINY))
     model.generation_config = transformers.GenerationConfig(
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM["lr"], betas=WARM["betas"], weight_decay=0.0, fused=True)
-    batches = length_batches([len(ids) for ids, _ in examples])
-    for step in range(WARM["steps"]):
-        optimizer.param_groups[0]["lr"] = WARM["lr"] * 0.5 * (1 + math.cos(math.pi * step / WARM["steps"]))
-        ids, labels = zip(*(examples[i] for i in next(batches)), strict=True)
+
+    def loss_of(batch: list[int]) -> torch.Tensor:
+        ids, labels = zip(*(examples[i] for i in batch), strict=True)
         ids = pad_sequence([torch.tensor(x) for x in ids], batch_first=True, padding_value=tokenizer.pad_token_id)
         labels = pad_sequence([torch.tensor(x) for x in labels], batch_first=True, padding_value=-100)[:, 1:]
         hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]  # right padding: causal attention never sees it
         spoken = labels != -100
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[spoken]), labels[spoken])
+        return torch.nn.functional.cross_entropy(model.lm_head(hidden[spoken]), labels[spoken])
+
+    fit(model, WARM, [len(ids) for ids, _ in examples], loss_of, lambda text: say(f"  warm start {text}"))
+    return model.eval(), tokenizer
+
+
+def fit(model, recipe: dict, lengths: list[int], loss_of: Callable[[list[int]], torch.Tensor], say) -> None:
+    """AdamW over the recipe's steps on batches of example indices, the learning rate falling as a cosine to 0."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["lr"], betas=WARM["betas"], weight_decay=0.0,
+                                  fused=True)
+    batches = length_batches(lengths)
+    for step in range(recipe["steps"]):
+        optimizer.param_groups[0]["lr"] = recipe["lr"] * 0.5 * (1 + math.cos(math.pi * step / recipe["steps"]))
+        loss = loss_of(next(batches))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 200 == 0:
-            say(f"  warm start {step + 1}/{WARM['steps']}, loss {loss.item():.3f}")
-    return model.eval(), tokenizer
+            say(f"{step + 1}/{recipe['steps']}, loss {loss.item():.3f}")
 
 
 def length_batches(lengths: list[int]) -> Iterator[list[int]]:
@@ -153,23 +163,16 @@ def fit_process_model(start: Path, folder: Path, examples: list[tuple[str, list[
     judge = ProcessRewardModel(str(folder), torch.device("cpu"), torch.float32)
     rows = [(*judge.encode(question, steps), verdicts) for question, steps, verdicts in examples]
     model = judge.model.requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=JUDGE["lr"], betas=WARM["betas"], weight_decay=0.0, fused=True)
-    batches = length_batches([len(ids) for ids, _, _ in rows])
-    for step in range(JUDGE["steps"]):
-        optimizer.param_groups[0]["lr"] = JUDGE["lr"] * 0.5 * (1 + math.cos(math.pi * step / JUDGE["steps"]))
-        ids, places, verdicts = zip(*(rows[i] for i in next(batches)), strict=True)
+    def loss_of(batch: list[int]) -> torch.Tensor:
+        ids, places, verdicts = zip(*(rows[i] for i in batch), strict=True)
         lengths = [len(x) for x in ids]
         ids = pad_sequence([torch.tensor(x) for x in ids], batch_first=True, padding_value=tokenizer.pad_token_id)
         mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()
         logits = model(input_ids=ids, attention_mask=mask).logits
         read = torch.cat([logits[row, at] for row, at in enumerate(places)])
-        loss = torch.nn.functional.cross_entropy(read, torch.tensor([int(v) for row in verdicts for v in row]))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if (step + 1) % 200 == 0:
-            say(f"  process model {step + 1}/{JUDGE['steps']}, loss {loss.item():.3f}")
+        return torch.nn.functional.cross_entropy(read, torch.tensor([int(v) for row in verdicts for v in row]))
+
+    fit(model, JUDGE, [len(ids) for ids, _, _ in rows], loss_of, lambda text: say(f"  process model {text}"))
     model.save_pretrained(folder)
 
 
