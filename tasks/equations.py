@@ -19,7 +19,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 import sympy
@@ -304,10 +304,10 @@ class Grammar:
         return tree
 
     def product(self) -> Node:
-        tree, divided = self.signed(), False
+        tree, divided = self.signed(self.power), False
         while next_ := self.peek():
             if next_ in ("*", "/"):
-                tree, divided = _node(self.take().text, tree, self.signed()), next_ == "/"
+                tree, divided = _node(self.take().text, tree, self.signed(self.power)), next_ == "/"
             elif next_ in ("number", "name", "derivative", "(") or (next_ == "|" and not self.bars):
                 token = self.tokens[self.place]
                 if divided and not token.gap:
@@ -319,11 +319,12 @@ class Grammar:
                 break
         return tree
 
-    def signed(self) -> Node:
+    def signed(self, operand: Callable[[], Node]) -> Node:
+        """Any number of signs, then what `operand` reads."""
         signs = 0
         while self.peek() in ("+", "-") and self.peek():
             signs += self.take().text == "-"
-        tree = self.power()
+        tree = operand()
         return _node("neg", tree) if signs % 2 else tree
 
     def power(self) -> Node:
@@ -333,17 +334,10 @@ class Grammar:
         if first.kind == "derivative" and first.slash:
             raise ParseError(f"ambiguous: d{first.text}/dt^…; write (d{first.text}/dt)^2")
         self.take()
-        exponent = self.exponent()
+        exponent = self.signed(self.primary)
         if self.peek() == "^":
             raise ParseError("a power in a power's exponent")
         return _node("^", base, exponent)
-
-    def exponent(self) -> Node:
-        signs = 0
-        while self.peek() in ("+", "-") and self.peek():
-            signs += self.take().text == "-"
-        tree = self.primary()
-        return _node("neg", tree) if signs % 2 else tree
 
     def primary(self) -> Node:
         token = self.take()
@@ -387,7 +381,7 @@ class Grammar:
         exponent = None
         if self.peek() == "^":
             self.take()
-            exponent = self.exponent()
+            exponent = self.signed(self.primary)
             if exponent.constant is None or exponent.constant < 1:  # sin^-1 is the inverse to some
                 raise ParseError(f"ambiguous: a power of {name}")
         if self.peek() == "(":
