@@ -904,6 +904,7 @@ def micro_loss(policy: Policy, batch: list[Row], args, temperature: float, sums:
     new, entropy = token_logps(policy, policy.hf, batch, temperature, entropy=args.entropy_coef != 0)
     real = new.dtype
     rollouts = [row.rollout for row in batch]
+    policy.task.on_logps(rollouts, new.detach())
     mask = pad([r.mask for r in rollouts], 0, real, device)
     sampler = pad([r.logp for r in rollouts], 0.0, real, device)
     weight = torch.tensor([row.weight for row in batch], dtype=real, device=device)[:, None]
@@ -1725,7 +1726,7 @@ def advice(rows: list[dict], args) -> dict[str, str]:
     return found
 
 
-def console_line(row: dict, args) -> str:
+def console_line(row: dict, args, more: tuple[str, ...]) -> str:
     def number(key: str, width: str = ".3f") -> str:
         return format(row[key], width) if row.get(key) is not None else "-"
 
@@ -1734,7 +1735,7 @@ def console_line(row: dict, args) -> str:
             f"{number('reward_std')}  accuracy {number('accuracy')}  "
             f"groups {row['groups_used']}/{row['groups_sampled']}  length {number('length_mean', '.0f')}  "
             f"kl {number('kl', '.4f')}  entropy {number('entropy')}  grad {number('grad_norm', '.2f')}  "
-            f"{seconds:.2f} s")
+            + "".join(f"{name} {number(name)}  " for name in more) + f"{seconds:.2f} s")
     if "eval_reward" in row:
         line += f"  | held-out reward {number('eval_reward')} accuracy {number('eval_accuracy')}"
     return line
@@ -1829,6 +1830,7 @@ def main(argv: list[str] | None = None) -> int:
         began -= state["seconds"]
     else:
         run = Run.create(args, task, config, command.overwrite, say)
+    task.folder = run.folder
     say.attach(run.folder / "console.log")
     reporter = publish.Reporter(args, run.folder, dataclasses.asdict(args), state["step"], say)
     trained = sum(master.numel() for _, master in optimizer.pairs)
@@ -1909,7 +1911,7 @@ def main(argv: list[str] | None = None) -> int:
                 run.save_completions(step, sampled)
             whole = True
             reporter.log(row)
-            say(console_line(row, args))
+            say(console_line(row, args, task.console))
             say.bar.update(1)
             for kind, text in advice(rows, args).items():
                 if step - warned.get(kind, -math.inf) >= 25:
