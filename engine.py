@@ -6,9 +6,8 @@ attention, a function registered with transformers, so the model's code stays st
 - rollout: each prompt is prefilled once and its keys and values are copied for its group; rows that ended leave;
 - log-probabilities: each prompt once, followed by its completions; logits only where a sampled token is predicted.
 
-Letters: P prompts, B rows, N tokens of a padding-free row, L prompt length, T completion length, S cached length,
-V vocabulary, H query heads, K key heads, d head size, D hidden; lower case b and n: of one batch.
-`policy` is `train_grpo.Policy`; this module imports nothing of the project but data and its attention.
+Letters: B rows, T completion length, V vocabulary, D hidden; lower case b and n: rows and tokens of one batch.
+`policy` is `train_grpo.Policy`, its `plans` are `tasks.attention`; this module imports nothing of the project but data.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import transformers
 from torch import Tensor
 
 from data import Prompt, Rollout, TrainingFailed, UserError
-from tasks.attention import Cache, Packed, gather, pad, planned_forward
 
 
 # ------------------------------------------------------------------------------------------------ the sampler
@@ -98,17 +96,15 @@ class Draws:
             row.stop = "stop" if ended else "length" if n == policy.args.max_new else "context"
             extend(row, tokens[:n], 1, logp[:n], entropy[:n], policy.version)
             masses += filtered[:n]
-            said = policy.tokenizer.decode(tokens[:n], skip_special_tokens=True)
-            row.turns.append({"role": "assistant", "content": said})
+            row.turns.append({"role": "assistant", "content": policy.tokenizer.decode(tokens[:n], skip_special_tokens=True)})
         return float(np.mean(masses)) if masses else 0.0
 
 
 def extend(row: Rollout, ids: list[int], mask: int, logp: list[float], entropy: list[float], version: int) -> None:
     """Append tokens with one mask and version to a rollout."""
-    n = len(ids)
-    for kept, new in ((row.ids, ids), (row.mask, [mask] * n), (row.logp, logp), (row.entropy, entropy),
-                      (row.version, [version] * n)):
-        kept += new
+    row.ids += ids
+    row.mask += [mask] * len(ids)
+    row.logp, row.entropy, row.version = row.logp + logp, row.entropy + entropy, row.version + [version] * len(ids)
 
 
 # ------------------------------------------------------------------------------------------------ rollout
@@ -158,11 +154,11 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
     `held` has, by id of a row, what an earlier turn left of it: (cache, place, tokens that stand there). Then only
     what was added since is fed. It is renewed where another turn may follow.
     """
-    hf, graphs = policy.hf, policy.args.cuda_graphs
+    hf, plans, graphs = policy.hf, policy.plans, policy.args.cuda_graphs
     many = policy.task.turns() > 1
     capacity = min(policy.context, max(len(row.ids) for row in rows) + draws.tokens.shape[1])
     if held:
-        cache = gather([held[id(row)][:2] for row in rows], capacity)
+        cache = plans.gather([held[id(row)][:2] for row in rows], capacity)
         starts = [held[id(row)][2] for row in rows]
         cache.length = torch.tensor(starts, device=policy.device)
         hidden = cache.feed(hf, [row.ids[start:] for row, start in zip(rows, starts, strict=True)])
@@ -171,9 +167,9 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
         share = [first.setdefault((id(row.prompt), *row.ids), len(first)) for row in rows]
         distinct = [rows[share.index(i)] for i in range(len(first))]
         policy.task.on_forward([row.prompt for row in distinct])
-        cache = Cache(len(distinct), max(len(row.ids) for row in distinct), policy.device)
+        cache = plans.Cache(len(distinct), max(len(row.ids) for row in distinct), policy.device)
         hidden = cache.feed(hf, [row.ids for row in distinct])[share]
-        cache = gather([(cache, i) for i in share], capacity)
+        cache = plans.gather([(cache, i) for i in share], capacity)
         policy.task.on_forward([])
     logits = hf.get_output_embeddings()(hidden)
     index, ends = torch.arange(len(rows), device=policy.device), {}
@@ -186,8 +182,8 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
                 break
             if len(alive) <= spare * len(index):  # rows that ended leave; a copy of the cache, so not for each of them
                 if many:
-                    ends |= keep_ended(cache, index, alive)
-                cache = gather([(cache, i) for i in alive.tolist()], capacity)
+                    ends |= keep_ended(plans, cache, index, alive)
+                cache = plans.gather([(cache, i) for i in alive.tolist()], capacity)
                 index, token = index[alive], token[alive]
         logits = cache.step(hf, token, graphs)
     if many:
@@ -197,10 +193,10 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
         held |= {id(row): (*ends[i], len(row.ids) + length[i] - 1) for i, row in enumerate(rows)}
 
 
-def keep_ended(cache: Cache, index: Tensor, alive: Tensor) -> dict[int, tuple[Cache, int]]:
+def keep_ended(plans, cache, index: Tensor, alive: Tensor) -> dict[int, tuple]:
     """What a cache holds of the rows `index` that are not at the places `alive`, by row."""
     gone = sorted(set(range(len(index))) - set(alive.tolist()))
-    apart = gather([(cache, i) for i in gone], cache.longest)
+    apart = plans.gather([(cache, i) for i in gone], cache.longest)
     return {row: (apart, i) for i, row in enumerate(index[gone].tolist())}
 
 
@@ -343,9 +339,9 @@ def token_logps(policy, hf, rows: list[Row], temperature: float, entropy: bool =
     mask = pad([r.mask for r in rollouts], 0, torch.bool, policy.device)
     targets = pad([r.ids[r.prompt_length :] for r in rollouts], 0, torch.long, policy.device)[mask]
     if policy.engine == "fast":
-        plan = Packed(rollouts, policy.device, policy.flex)
+        plan = policy.plans.Packed(rollouts, policy.device, policy.flex)
         policy.task.on_forward(plan.prompts)
-        hidden = planned_forward(hf, plan.ids, plan.position, plan).index_select(0, plan.predictors)
+        hidden = policy.plans.planned_forward(hf, plan.ids, plan.position, plan).index_select(0, plan.predictors)
         logp, h = chunked_logps(hf.get_output_embeddings(), hidden, targets, temperature, entropy)
     else:
         logp, h = chunked_logps(lambda x: x, padded_logits(policy, hf, rollouts)[mask], targets, temperature, entropy)
@@ -360,15 +356,11 @@ def padded_logits(policy, hf, rollouts: list[Rollout]) -> Tensor:
     """
     left, width = max(r.prompt_length for r in rollouts), max(len(r.mask) for r in rollouts)
     filler = policy.tokenizer.pad_token_id or 0
-    ids, mask = [], []
-    for r in rollouts:
-        before, after = left - r.prompt_length, width - len(r.mask)
-        ids.append([filler] * before + r.ids + [filler] * after)
-        mask.append([0] * before + [1] * len(r.ids) + [0] * after)
-    mask = torch.tensor(mask, device=policy.device)
-    keywords = {"input_ids": torch.tensor(ids, device=policy.device), "attention_mask": mask}
+    ids = pad([[filler] * (left - r.prompt_length) + r.ids for r in rollouts], filler, torch.long, policy.device)
+    real = [[0] * (left - r.prompt_length) + [1] * len(r.ids) for r in rollouts]
+    keywords = {"input_ids": ids, "attention_mask": pad(real, 0, torch.long, policy.device)}
     if policy.takes_positions:
-        keywords["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        keywords["position_ids"] = (keywords["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     policy.task.on_forward([r.prompt for r in rollouts])
     return hf(**keywords, use_cache=False, logits_to_keep=width + 1).logits[:, -width - 1 : -1]
 
@@ -391,6 +383,12 @@ def chunked_logps(head, x: Tensor, targets: Tensor, temperature: float, entropy:
              for a, b in zip(x.split(chunk), targets.split(chunk), strict=True)]
     logp, h = (torch.cat(values) for values in zip(*parts, strict=True))
     return logp, h if entropy else None
+
+
+def pad(rows: list, fill, dtype, device) -> Tensor:
+    """Rows of numbers, lengths up to T -> (b, T), filled on the right."""
+    width = max(1, *(len(row) for row in rows))
+    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], dtype=dtype, device=device)
 
 
 @torch.no_grad()

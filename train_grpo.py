@@ -56,6 +56,7 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
+import engine
 import plot_run
 from data import (
     Group,
@@ -70,11 +71,10 @@ from data import (
     rng_of,
     seed_of,
 )
-from engine import Row, fill_logps, micro_batches, rollout, token_logps
+from engine import Row, fill_logps, micro_batches, pad, rollout, token_logps
 from eval import best_checkpoint, evaluate, judge
 from rewards import length_penalty
-from tasks import publish
-from tasks.attention import pad
+from tasks import attention, publish
 from tasks.engine_choice import choose_engine, measure_budget
 from tasks.flags import (
     build_parser,
@@ -483,6 +483,7 @@ class Policy:
     reference: Any = None
     version: int = 0
     engine: str = "generate"
+    plans: Any = attention  # what the fast engine attends by
     flex: bool = False
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
 
@@ -610,7 +611,7 @@ def load_policy(args, task: Task, say=print) -> Policy:
         hf.activation_checkpointing_enable({"use_reentrant": False})
     policy = Policy(args, task, model.eval(), hf, tokenizer, device, reference)
     task.prepare_model(policy)
-    policy.engine = choose_engine(policy, say)
+    policy.engine = choose_engine(policy, engine, say)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert trained and not any(".reference." in n for n in trained), "the policy is trained and its anchor is not"
     return policy
@@ -1280,7 +1281,7 @@ def main(argv: list[str] | None = None) -> int:
     if dropped:
         say(f"{dropped} prompts leave no room for {args.max_new} new tokens (context {policy.context}"
             f"{f', --max-prompt {args.max_prompt}' if args.max_prompt else ''}) and were dropped")
-    micro_tokens = args.micro_tokens or (1536 if policy.device.type == "cpu" else measure_budget(policy, say))
+    micro_tokens = args.micro_tokens or (1536 if policy.device.type == "cpu" else measure_budget(policy, engine, say))
     optimizer = Optimizer(policy.model, args)
     state = {"step": 0, "task": task.state_dict(), "baseline": None, "micro_tokens": micro_tokens,
              "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0, "seconds": 0.0}

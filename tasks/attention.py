@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.nn.attention import flex_attention
+from torch.nn.utils.rnn import pad_sequence
 
 from data import Rollout
 
@@ -204,8 +205,8 @@ class Packed(Plan):
         while rest:
             some = [part for part in rest if len(part[0]) >= 0.6 * len(rest[0][0])]
             rest = rest[len(some) :]
-            q = pad([own for own, _ in some], -1, torch.long, device)
-            k = pad([[*prompt, *own] for own, prompt in some], -1, torch.long, device)
+            q, k = (pad_sequence([torch.tensor(x, device=device) for x in rows], batch_first=True, padding_value=-1)
+                    for rows in ([own for own, _ in some], [[*prompt, *own] for own, prompt in some]))
             distance = self.position[q][:, :, None] - self.position[k][:, None].where(k[:, None] >= 0, 2**30)
             self.blocks.append((q.clamp(min=0), k.clamp(min=0), distance))
             real = (q >= 0).flatten().nonzero()[:, 0]
@@ -248,7 +249,3 @@ def compiled_flex():
     return torch.compile(flex_attention.flex_attention, dynamic=True)
 
 
-def pad(rows: list, fill, dtype, device) -> Tensor:
-    """Rows of numbers, lengths up to T -> (b, T), filled on the right."""
-    width = max(1, *(len(row) for row in rows))
-    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], dtype=dtype, device=device)

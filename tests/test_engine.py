@@ -619,10 +619,10 @@ def measured(policy, monkeypatch, seconds):
         clock[0] += seconds(len(sizes) - 1)
         return (sum(p.sum() for p in policy.model.parameters()),)
 
-    monkeypatch.setattr(engine_choice, "token_logps", logps)
+    monkeypatch.setattr(engine, "token_logps", logps)
     monkeypatch.setattr(engine_choice.time, "perf_counter", lambda: clock[0])
     said = []
-    return engine_choice.measure_budget(policy, said.append), said
+    return engine_choice.measure_budget(policy, engine, said.append), said
 
 
 def test_the_budget_grows_while_it_pays(monkeypatch):
