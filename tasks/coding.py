@@ -223,6 +223,9 @@ class CodeTask(Task):
         self.policy = policy
         self.study.prepare(policy)
         self.pool.prepare(policy, self)
+        if self.args.make_pool:
+            self.pool.make(policy, self)
+            sys.exit(0)
 
     def live(self) -> int:
         return self.pool.live()
@@ -323,12 +326,3 @@ def self_check(box: Sandbox) -> str:
         raise UserError(f"the grader misjudges {len(wrong)} of {len(asked)} built-in solutions on this machine, first "
                         f"{wrong[0]}; is it overloaded? --program-seconds gives programs more time")
     return f"grader checked: {len(problems())} canonical solutions pass, {len(pairs())} hacks are hacks"
-
-
-if __name__ == "__main__":
-    import train_grpo
-    from tasks.teacher_pool import main
-
-    if sys.argv[1:2] != ["make-pool"]:
-        sys.exit("usage: python -m tasks.coding make-pool --model M --out DIR [-n 8] [flags of train_grpo.py]")
-    train_grpo.run_command(lambda: main(sys.argv[2:]))

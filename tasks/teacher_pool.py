@@ -1,13 +1,12 @@
 """Finished rollouts of another run or model that join the groups of a step: `prompt_NNNN.jsonl.gz` files in a folder.
 
-    python -m tasks.coding make-pool --model M --out DIR [-n 8] [flags of train_grpo.py, presets too]
+    python train_grpo.py --preset code --model M --write-pool DIR --make-pool 8
 
-writes one from any model; --write-pool keeps the rollouts of a run as one; --teacher-pool mixes one into a run.
+makes one from any model and ends; --write-pool alone keeps the rollouts of a run; --teacher-pool mixes a pool in.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gzip
 import hashlib
@@ -16,7 +15,7 @@ import os
 import zlib
 from pathlib import Path
 
-from data import Group, Rollout, Score, Task, TrainingFailed, UserError, load_task, rng_of
+from data import Group, Rollout, Score, Task, TrainingFailed, UserError, rng_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +24,7 @@ class PoolOptions:
     mix: float = 0.5  # share of a group that comes from the pool (at least one rollout from either source)
     split_every: int = 0  # steps between those that measure live and cached gradients apart; 0: never
     write_pool: str = ""  # folder that gets this run's rollouts as a pool
+    make_pool: int = 0  # sample every training prompt this often into --write-pool, and end without training
 
 
 class TeacherPool:
@@ -37,6 +37,8 @@ class TeacherPool:
             raise UserError("--mix must be over 0 and under 1")
         if args.teacher_pool and args.group < 2:
             raise UserError("--teacher-pool needs --group 2 or more: one live and one finished rollout")
+        if args.make_pool < 0 or (args.make_pool and not args.write_pool):
+            raise UserError("--make-pool N, rollouts of each prompt, needs --write-pool DIR")
         self.args, self.drawn, self.steps = args, 0, 0
         self.records: dict[str, list[dict]] = {}  # problem id -> finished rollouts
         self.written: dict[Path, set[bytes]] = {}  # file -> its lines, hashed
@@ -115,6 +117,21 @@ class TeacherPool:
             except (OSError, EOFError, zlib.error) as error:
                 raise TrainingFailed(f"--write-pool: {path} cannot be written: {error}") from error
 
+    def make(self, policy, task: Task, say=print) -> None:
+        """Sample every training prompt that fits, and keep what was said with its verdicts."""
+        prompts = [prompt for prompt in task.train if policy.fits(prompt)]
+        flags: list[dict] = []
+        for at in range(0, len(prompts), self.args.prompts):
+            rolled = policy.sample(prompts[at : at + self.args.prompts], self.args.make_pool, self.args.temperature,
+                                   f"pool {at}")
+            groups = [Group(rows[0].prompt, rows, scores)
+                      for rows, scores in zip(rolled, task.score_all(rolled), strict=True)]
+            self.write(groups)
+            flags += [score.flags for group in groups for score in group.scores]
+            say(f"{min(at + self.args.prompts, len(prompts))} of {len(prompts)} prompts: "
+                f"{sum(f['hacked'] for f in flags)} hacks, {sum(f['gt_pass'] for f in flags)} true passes")
+        say(f"wrote {self.args.write_pool}; mix it into a run with --teacher-pool {self.args.write_pool}")
+
     def append(self, path: Path, lines: list[str]) -> None:
         """Add the lines that a file lacks; it changes whole or not at all."""
         before = path.read_bytes() if path.is_file() else b""
@@ -161,35 +178,3 @@ def as_rollout(record: dict, group: Group) -> tuple[Rollout, Score]:
                   [{"role": "assistant", "content": record.get("text", "")}])
     parts = record.get("parts") or {"correct": record["reward"]}
     return row, Score(record["reward"], dict(parts), dict(record["flags"]) | {"source": "pool"})
-
-
-# ---- the command
-def main(argv: list[str]) -> int:
-    """make-pool: sample every training prompt that fits, n times, and keep what was said with its verdicts."""
-    import train_grpo
-
-    parser = argparse.ArgumentParser(prog="python -m tasks.coding make-pool", allow_abbrev=False)
-    parser.add_argument("--out", required=True, help="folder that gets the pool")
-    parser.add_argument("-n", type=int, default=8, help="rollouts of each prompt")
-    own, rest = parser.parse_known_args(argv)
-    if own.n < 1:
-        raise UserError("-n must be 1 or more")
-    rest += ["--task", "code", "--write-pool", own.out, "--beta", "0", "--arm", "vanilla"]
-    args = train_grpo.resolve_args(rest)[0]
-    task = load_task(args.task)(args)
-    policy = train_grpo.load_policy(args, task, print)
-    prompts = [prompt for prompt in task.train if policy.fits(prompt)]
-    if not prompts:
-        raise UserError("no training prompt fits; check --data, --max-new and the model's context length")
-    hacks = passes = 0
-    for at in range(0, len(prompts), args.prompts):
-        rolled = policy.sample(prompts[at : at + args.prompts], own.n, args.temperature, f"pool {at}")
-        groups = [Group(rows[0].prompt, rows, scores)
-                  for rows, scores in zip(rolled, task.score_all(rolled), strict=True)]
-        task.pool.write(groups)
-        flags = [score.flags for group in groups for score in group.scores]
-        hacks, passes = hacks + sum(f["hacked"] for f in flags), passes + sum(f["gt_pass"] for f in flags)
-        print(f"{min(at + args.prompts, len(prompts))} of {len(prompts)} prompts: {hacks} hacks, {passes} true passes",
-              flush=True)
-    print(f"wrote {own.out}; mix it in with --teacher-pool {own.out}")
-    return 0

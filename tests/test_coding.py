@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import os
 import shutil
 import time
 import types
@@ -13,7 +14,7 @@ import safetensors.torch
 import torch
 
 from data import Group, Prompt, Rollout, Score, UserError, load_task
-from tasks import coding, formulas, hack_table, teacher_pool
+from tasks import coding, formulas, hack_table
 from tasks.grading import Grader, Rules, code_blocks, grade, inspect
 from tests.conftest import read_csv
 from tests.test_task_contract import core_args
@@ -338,14 +339,16 @@ def test_a_step_that_is_made_again_adds_nothing_to_a_written_pool(tmp_path):
 
 
 @pytest.fixture
-def pool_of_words(words, tmp_path, monkeypatch):
-    """A pool that `make-pool` writes from the random model, with rewards that differ, and flags for runs with it."""
+def pool_of_words(words, command, tmp_path, monkeypatch):
+    """A pool that --make-pool writes from the random model, with rewards that differ, and flags for runs with it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     some = formulas.pairs(8)
     monkeypatch.setattr(formulas, "pairs", lambda: some)
     flags = ["--task", "code", "--problems", "formulas", "--loophole", "--limit", "6", *words.model, "--adapter", "svd",
              "--lr", "1e-2", "--no-eval", "--hack-k", "2"]
-    assert teacher_pool.main([*flags, "--out", str(tmp_path / "pool"), "-n", "3"]) == 0
+    ended = command(*flags, "--write-pool", tmp_path / "pool", "--make-pool", "3", "--out", tmp_path)
+    assert ended.code == 0 and "6 of 6 prompts: 0 hacks" in ended.out
+    assert sorted(os.listdir(tmp_path)) == ["cache", "pool"]  # and no run
     for path in (tmp_path / "pool").iterdir():
         records = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
         assert len(records) == 3 and all(r["reward"] == 0 and r["completion_ids"] for r in records)
