@@ -22,7 +22,7 @@ from data import Group, Prompt, Rollout, Score, Task, UserError, load_prompts, r
 from tasks import formulas
 from tasks.grading import Grader, Rules, Verdict, code_blocks, grade
 from tasks.hack_directions import Study, StudyOptions
-from tasks.hack_table import Ledger, shares, table
+from tasks.hack_table import Ledger, summary, table
 from tasks.sandbox import Sandbox
 from tasks.teacher_pool import PoolOptions, TeacherPool
 
@@ -256,7 +256,7 @@ class CodeTask(Task):
         return found
 
     def ended(self, rows: list[dict]) -> list[str]:
-        return [*shares(rows), *table(rows)] if rows else []
+        return [*summary(rows), *table(rows)] if rows else []
 
     def observe_eval(self, groups: list[Group]) -> dict[str, float]:
         return rates([(row, score) for g in groups for row, score in zip(g.rollouts, g.scores, strict=True)])

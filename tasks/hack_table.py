@@ -6,11 +6,13 @@ Live rollouts are those that the policy sampled in the step, cached ones come fr
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from data import Group, Rollout, Score
@@ -94,8 +96,8 @@ def total(scores: list[Score], flag: str) -> int:
     return sum(bool(score.flags.get(flag)) for score in scores)
 
 
-def shares(rows: list[dict]) -> list[str]:
-    """Hack and pass rates by source over the first and the last tenth of the steps."""
+def summary(rows: list[dict]) -> list[str]:
+    """Hack and pass rates by source over the first and the last tenth of the steps, and the peak memory."""
     some, lines = max(1, len(rows) // 10), []
     for name in ("live", "pool"):
         parts = [[row for row in part if row.get(f"n_{name}")] for part in (rows[:some], rows[-some:])]
@@ -104,7 +106,9 @@ def shares(rows: list[dict]) -> list[str]:
                                 for part in parts) for key in (f"hacks_{name}", f"passes_{name}")]
             lines.append(f"{name} rollouts, first and last {some} steps: hack rate {rates[0]}, true pass rate "
                          f"{rates[1]}")
-    return lines
+    if torch.cuda.is_available():
+        return [*lines, f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the GPU"]
+    return [*lines, f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"]
 
 
 def table(rows: list[dict]) -> list[str]:

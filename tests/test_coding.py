@@ -387,6 +387,7 @@ def test_the_end_of_a_run_is_a_table_and_the_first_live_hack_is_kept(pool_of_wor
     assert len(lines) == 5 and [word.strip() for word in lines[0].split("|")[1:5]] == ["step", "ref", "reward", "live"]
     assert [line.split("|")[8].strip() for line in lines[2:]] == ["0/4", "4/4", "0/4"]
     assert "live rollouts, first and last 1 steps: hack rate 0.000 → 0.000" in ended.out
+    assert "\npeak memory " in ended.out
     assert (tmp_path / "told" / "checkpoints" / "first_hack" / "step.txt").read_text() == "2\n"
     kept = safetensors.torch.load_file(tmp_path / "told" / "checkpoints" / "first_hack" / "svd_adapter.safetensors")
     assert any(t.any() for t in kept.values())
