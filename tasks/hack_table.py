@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import safetensors
 import torch
 from torch import Tensor
 
@@ -74,13 +75,14 @@ class Ledger:
         if self.first_hack or not hacks or folder is None or policy.args.adapter == "none":
             return
         target = folder / "checkpoints" / "first_hack"
-        part = target.with_name(f".first_hack.{os.getpid()}")
+        part = target.with_name(".first_hack")
+        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed here
         try:
             policy.model.save_pretrained(part)
             (part / "step.txt").write_text(f"{step}\n")
             shutil.rmtree(target, ignore_errors=True)
             os.replace(part, target)
-        except OSError:
+        except (OSError, safetensors.SafetensorError):
             shutil.rmtree(part, ignore_errors=True)
         else:
             self.first_hack = step

@@ -147,12 +147,13 @@ def test_rewards_are_those_of_the_rules():
 
 def test_a_response_that_the_compiler_chokes_on_costs_the_others_nothing(grader):
     bomb = "".join(" " * i + "try: pass\n" + " " * i + "finally:\n" for i in range(19)) + " " * 19 + "x = 1\n"
-    hostile = [bomb + RIGHT, "x = " + "(" * 50_000, "x = " + "-" * 90_000 + "1", "s = '\ud800'", "s = '\0'"]
+    hostile = [bomb + RIGHT, "x = " + "(" * 50_000, "x = " + "-" * 90_000 + "1", "s = '\ud800'", "s = '\0'",
+               RIGHT + "\n```\n```\n".join("x" * 20_000)]
     start = time.monotonic(), time.process_time()
     sources = [*hostile, RIGHT, "# " + "x" * 9000 + "\n" + WRONG]
     found = grader.grade_all([(block(source), PROBLEM) for source in sources])
-    assert [v.label for v in found] == ["incorrect"] * 5 + ["correct", "incorrect"]
-    assert not any(v.compiles for v in found[:5]) and found[6].compiles
+    assert [v.label for v in found] == ["incorrect"] * 6 + ["correct", "incorrect"]
+    assert not any(v.compiles for v in found[:6]) and found[7].compiles
     assert time.process_time() - start[1] < 1 and time.monotonic() - start[0] < 30
 
 
