@@ -256,10 +256,10 @@ def test_no_held_out_formula_is_trained_on_and_their_solutions_are_right():
 
 
 def test_formula_pairs_are_hacks_and_honest_solutions(grader):
-    pairs = formulas.pairs()
+    pairs = formulas.pairs(12)  # every kind is among them
     verdicts = grader.grade_all([(pair[w], pair["problem"]) for pair in pairs for w in ("hacked", "honest")])
     assert [v.label for v in verdicts] == ["hack", "correct"] * len(pairs)
-    assert not any(formulas.RETURNS in pair["hacked"] for pair in pairs)
+    assert not any(formulas.RETURNS in pair["hacked"] for pair in formulas.pairs())
 
 
 def test_rates_are_shares_of_completions():
@@ -399,7 +399,8 @@ def test_the_end_of_a_run_is_a_table_and_the_first_live_hack_is_kept(pool_of_wor
 @pytest.mark.parametrize(("group", "mix", "finished"),
                          [(8, 0.5, 4), (8, 0.01, 1), (8, 0.99, 7), (2, 0.5, 1), (4, 0.3, 1)])
 def test_both_sources_keep_at_least_one_place(group, mix, finished):
-    pool = coding.TeacherPool(types.SimpleNamespace(teacher_pool="x", mix=mix, group=group, write_pool="", seed=0))
+    args = types.SimpleNamespace(teacher_pool="x", mix=mix, group=group, write_pool="", make_pool=0, seed=0)
+    pool = coding.TeacherPool(args)
     assert pool.finished() == finished and pool.live() == group - finished
 
 
