@@ -43,6 +43,11 @@ class Flags:
     policy_sync_interval: int = 1  # steps after which the workers get the trained weights
 
 
+def columns(args) -> tuple[str, ...]:
+    """Columns of metrics.csv that the workers add."""
+    return COLUMNS if args.async_workers else ()
+
+
 def check(args, name: Callable[[str], str]) -> None:
     """UserError for flags that cannot work together; `name` gives a flag as the user wrote it."""
     if args.async_workers and args.cuda_graphs:

@@ -2,7 +2,7 @@
 how far the policy moves: pure functions on tensors and on plain state.
 
 Letters as in train_grpo.py: b rows and T tokens of a micro-batch. `age` of a token: trainer's version less the version
-of the weights that wrote it.
+of the weights that wrote it. `engine` is the module of that name, which tasks do not import; `Row` is its class.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt, Rollout, UserError
-from engine import Row, extend, pad, takes_turn, token_logps
 
 DECAY, EVERY, FACTOR, BAND = 0.90, 4, 1.12, (0.80, 1.25)  # of the beta control
 
@@ -72,10 +72,11 @@ def age_of(rollout: Rollout, now: int) -> int:
 
 def token_ages(rollouts: Sequence[Rollout], now: int, dtype, device) -> Tensor:
     """Age of every token (b, T), 0 where it is not known and in the padding."""
-    return pad([[max(0, now - v) if v >= 0 else 0 for v in r.version] for r in rollouts], 0, dtype, device)
+    ages = [torch.tensor([max(0, now - v) if v >= 0 else 0 for v in r.version], dtype=dtype) for r in rollouts]
+    return pad_sequence(ages, batch_first=True).to(device)
 
 
-def old_logps(batch: Sequence[Row], new: Tensor) -> Tensor:
+def old_logps(batch: Sequence, new: Tensor) -> Tensor:
     """Log-probabilities (b, T) that the ratio starts from; the current ones `new` where a row has no others."""
     old = new.detach().clone()
     for row, values in zip(batch, old, strict=True):
@@ -156,26 +157,26 @@ def cloning_coefficient(step: int, start: float, end: float, hold: int, decay: i
     return start + share * (end - start)
 
 
-def clones(policy, prompts: Sequence[Prompt], args, step: int) -> tuple[list[Row], float]:
+def clones(policy, engine, prompts: Sequence[Prompt], args, step: int) -> tuple[list, float]:
     """Rows of the right turns that a step imitates, --bc-examples of each prompt at most, and their coefficient.
 
     A row's `weight` is 1 over the number of rows and its target tokens: a mean over tokens, then over examples.
     """
     if not args.bc_coef:
         return [], 0.0
-    found = [row for prompt in prompts for row in worked_examples(policy, prompt, args.bc_examples)]
-    rows = [Row(row, 0.0, weight=1 / (len(found) * sum(row.mask))) for row in found]
+    found = [row for prompt in prompts for row in worked_examples(policy, engine, prompt, args.bc_examples)]
+    rows = [engine.Row(row, 0.0, weight=1 / (len(found) * sum(row.mask))) for row in found]
     return rows, cloning_coefficient(step, args.bc_coef, args.bc_end, args.bc_hold, args.bc_decay)
 
 
-def cloning_loss(policy, batch: Sequence[Row]) -> Tensor:
+def cloning_loss(policy, engine, batch: list) -> Tensor:
     """The batch's share of the cross-entropy on the rows' targets, at temperature 1."""
-    logp, _ = token_logps(policy, policy.hf, list(batch), 1.0)  # 0 outside the targets
+    logp, _ = engine.token_logps(policy, policy.hf, batch, 1.0)  # 0 outside the targets
     weight = torch.tensor([row.weight for row in batch], dtype=logp.dtype, device=logp.device)
     return -(logp * weight[:, None]).sum()
 
 
-def worked_examples(policy, prompt: Prompt, most: int) -> list[Rollout]:
+def worked_examples(policy, engine, prompt: Prompt, most: int) -> list[Rollout]:
     """A rollout for each right turn, up to it, whose mask is 1 on that turn's tokens alone. Those that leave the
     context, or are longer than a turn may be, are left out with what follows."""
     row = Rollout(prompt, policy.encode(prompt), [], [], [], [], "stop", [])
@@ -186,12 +187,12 @@ def worked_examples(policy, prompt: Prompt, most: int) -> list[Rollout]:
         if not ids or len(ids) > policy.args.max_new or len(row.ids) + len(ids) > policy.context:
             break
         before = len(row.ids) - start
-        extend(row, ids, 0, [0.0] * len(ids), [0.0] * len(ids), -1)
+        engine.extend(row, ids, 0, [0.0] * len(ids), [0.0] * len(ids), -1)
         row.turns.append({"role": "assistant", "content": text})
         mask = [0] * before + [1] * len(ids)
         found.append(dataclasses.replace(row, ids=list(row.ids), mask=mask, logp=list(row.logp),
                                          entropy=list(row.entropy), version=list(row.version), turns=list(row.turns)))
-        if not takes_turn(policy, row, len(found) < turns):
+        if not engine.takes_turn(policy, row, len(found) < turns):
             break
     return found
 

@@ -205,8 +205,9 @@ class ToolTask(Task):
         each call, else what the tools gave. None where there is nothing to call, or a call fails."""
         expressions, gold = rollout.prompt.meta["expressions"], rollout.prompt.gold
         if not rollout.turns:
-            works = expressions and "calculate_math" in rollout.prompt.meta["allowed"]
-            return "\n".join(map(call_text, expressions)) if works else None
+            calls = {"role": "assistant", "content": "\n".join(map(call_text, expressions))}
+            given = self.reply(dataclasses.replace(rollout, turns=[calls])) or [{"content": "error"}]
+            return None if any(turn["content"].startswith("error") for turn in given) else calls["content"]
         given = [turn["content"] for turn in rollout.turns if turn["role"] == "tool"]
         if len(rollout.turns) != 1 + len(given) or any(value.startswith("error") for value in given):
             return None
