@@ -138,7 +138,7 @@ def test_a_checkpoint_that_could_not_be_saved_is_due_again_and_the_last_one_deci
 
 def test_a_file_size_limit_is_a_full_disk(whole, tmp_path):
     def work():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))
         train_grpo.SAVE_PAUSES = ()
 
     assert forked_main([*whole[1], "--out", tmp_path, "--name", "a"], tmp_path / "out", work) == 3
