@@ -879,7 +879,8 @@ def update(policy: Policy, optimizer: Optimizer, groups: list[Group], args, step
             raise TrainingFailed(f"{args.max_bad_steps} gradients in a row were not finite, last at step {step}; lower "
                                  "--lr, raise --beta, or look at the rewards; the weights are as before the first")
     policy.version = step
-    return update_metrics(sums, norms, skipped) | extra | off_policy.metrics(moves, args, coefficient)
+    more = off_policy.metrics(sums, max(1, len(norms)), moves, args, coefficient)
+    return update_metrics(sums, norms, skipped) | more | extra
 
 
 def anchor(policy: Policy, batches: list[list[Row]], args, temperature: float, budget: int) -> None:
@@ -957,7 +958,6 @@ def update_metrics(sums: Sums, norms: list[float], skipped: int) -> dict[str, fl
         "kl": mean("kl"), "clip_low_share": mean("clip_low"), "clip_high_share": mean("clip_high"),
         "ratio_mean": mean("ratio"), "ratio_max": sums.get("ratio_max"), "logp_gap": mean("gap"),
         "grad_norm": float(np.mean(norms)) if norms else None, "skipped_updates": skipped,
-        "bc_loss": sums["bc_loss"] / updates if "bc_loss" in sums else None,
     }
 
 

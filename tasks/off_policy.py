@@ -143,11 +143,16 @@ def too_far(sums: dict, state: dict, args, moves: list[float]) -> bool:
     return value > args.hard_stop * args.beta_target
 
 
-def metrics(moves: list[float], args, coefficient: float) -> dict[str, float | None]:
-    """What a step's updates add to its row: beta in force, mean of the watched quantity, updates left out."""
-    far = [value for value in moves if value > args.hard_stop * args.beta_target]
-    return {"beta": args.beta, "watched": sum(moves) / len(moves) if moves else None, "hard_stops": len(far),
-            "bc_coef": coefficient}
+def metrics(sums: dict, updates: int, moves: list[float], args, coefficient: float) -> dict[str, float | None]:
+    """What a step's updates add to its row: the beta in force and, where they are on, the mean cross-entropy of what
+    was imitated with its weight, the mean of what is watched, and the updates that were left out."""
+    row = {"beta": args.beta}
+    if args.bc_coef:
+        row |= {"bc_loss": sums["bc_loss"] / updates if "bc_loss" in sums else None, "bc_coef": coefficient}
+    if args.beta_control != "off":
+        far = [value for value in moves if value > args.hard_stop * args.beta_target]
+        row |= {"watched": sum(moves) / len(moves) if moves else None, "hard_stops": len(far)}
+    return row
 
 
 # ---- behaviour cloning
