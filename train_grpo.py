@@ -1092,6 +1092,10 @@ class Clock:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
+    @property
+    def whole(self) -> float:
+        return time.perf_counter() - self.start
+
     @contextlib.contextmanager
     def __call__(self, phase: str):
         begin = time.perf_counter()
@@ -1322,7 +1326,7 @@ def main(argv: list[str] | None = None) -> int:
             row |= {"step": step, "time": time.time() - began, "tokens_total": state["tokens_total"],
                     "lr": lr_at(step, args), "temperature": temperature_at(step, args),
                     **{f"seconds_{k}": v for k, v in clock.seconds.items()},
-                    "tokens_per_second": row["tokens"] / max(clock.seconds["rollout"], 1e-9),
+                    "tokens_per_second": row["tokens"] / max(1e-9, clock.whole if ahead else clock.seconds["rollout"]),
                     "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None}
             rows.append(row)
             run.log(row)

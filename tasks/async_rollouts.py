@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import sys
 import threading
 import time
 import traceback
@@ -217,8 +218,12 @@ class Ahead:
         return taken
 
     def next_ready(self, check: Callable[[], None]) -> Made:
+        began, told = time.perf_counter(), 0
         while True:
             check()
+            if time.perf_counter() - began >= 60 * (told + 1):  # a worker that hangs is not ended, but said
+                told += 1
+                self.say(f"waiting for rollouts for {60 * told} s; the workers are at {', '.join(self.places())}")
             with self.condition:
                 if self.error is not None:
                     self.say("a rollout worker failed:\n" + "".join(traceback.format_exception(self.error)).rstrip())
@@ -232,6 +237,12 @@ class Ahead:
                 if self.threads and not any(thread.is_alive() for thread in self.threads):
                     raise TrainingFailed("every rollout worker has ended, and the trainer waits for groups")
                 self.wait()
+
+    def places(self) -> list[str]:
+        """Where each worker's thread is, as file:line."""
+        frames = sys._current_frames()
+        stacks = [traceback.extract_stack(frames[t.ident]) for t in self.threads if t.ident in frames]
+        return [f"{stack[-1].filename}:{stack[-1].lineno}" for stack in stacks]
 
     def wait(self) -> None:
         """Until a worker has something to tell, or half a second; the condition is held before and after."""
