@@ -72,7 +72,7 @@ from data import (
     seed_of,
 )
 from engine import Row, fill_logps, micro_batches, pad, rollout, token_logps
-from eval import best_checkpoint, evaluate, judge
+from eval import evaluate, judge
 from rewards import length_penalty
 from tasks import async_rollouts, attention, off_policy, publish
 from tasks.engine_choice import choose_engine, measure_budget
@@ -92,6 +92,7 @@ from tasks.run_folder import (
     Console,
     Run,
     advice,
+    best_checkpoint,
     best_saved,
     check_files,
     checkpoints,
