@@ -22,8 +22,9 @@ from test_run_folder import after_step, flip, in_a_fork, own_task, same_log, wit
 
 import plot_run
 import train_grpo
-from data import UserError, blame
+from data import UserError
 from tasks import run_folder
+from tasks.faults import blame
 
 PYTHON = [sys.executable, str(ROOT / "train_grpo.py")]
 
