@@ -336,11 +336,11 @@ def test_a_reply_that_repeats_the_policy_opens_no_turn(word):
     assert message["content"] in tokenizer.decode(shown)
 
 
-def model(vocab: int):
+def model(vocab: int, positions: int = 1024):
     import transformers
 
     config = transformers.LlamaConfig(vocab_size=vocab, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                      num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=1024)
+                                      num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=positions)
     made = transformers.LlamaForCausalLM(config).eval()
     made.generation_config.eos_token_id = None
     return made
