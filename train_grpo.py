@@ -165,7 +165,10 @@ class Args:
     temperature_end: float = -1.0  # temperature at the last step, reached linearly; negative: stays
     top_p: float = 1.0  # nucleus; below 1 the trained ratio is not the sampler's (warned)
     top_k: int = 0  # 0: all tokens
-    engine: Literal["auto", "fast", "generate"] = "auto"  # auto: fast, where a check at the start agrees with generate
+    engine: Literal["auto", "fast", "generate", "http"] = "auto"  # auto: fast, where a check agrees; http: a server
+    server: str = ""  # http engine: URL of the vLLM or SGLang server that samples
+    server_model: str = ""  # its name of the model; empty: the only one
+    server_folder: str = ""  # folder that both see, for the weights; empty: a temporary one
     cuda_graphs: bool = False  # fast engine: replay a decoding step as a CUDA graph
     packed_attention: Literal["auto", "blocks", "flex"] = "auto"  # fast engine's update; auto: FlexAttention on CUDA
     rollout_tokens: int = 262_144  # most tokens (rows x length) in one generate call
@@ -247,7 +250,7 @@ FIXED = set("task adapter lora_r lora_alpha lora_targets rslora optimizer".split
 FREE = set("""steps lr lr_end temperature_end eval_every eval eval_k eval_temperature skip_initial_eval save_every
     keep_last save_completions early_stop_patience early_stop_std max_bad_steps max_bad_records micro_tokens
     rollout_tokens gradient_checkpointing ref_offload device attn engine cuda_graphs packed_attention
-    deterministic trust_remote_code cache
+    deterministic trust_remote_code cache server server_model server_folder
     out name save_method push_to_hub hub_checkpoint_repo report_to""".split())
 
 
@@ -339,6 +342,8 @@ def check_args(args, sources: dict[str, str]) -> None:
         raise UserError(f"{name('save_method')} merges an adapter into weights of 16 or 32 bits; leave it out")
     if args.overlong == "soft" and args.overlong_buffer > args.max_new:
         raise UserError(f"{name('overlong_buffer')} is more than --max-new {args.max_new}")
+    if (args.engine == "http") != bool(args.server):
+        raise UserError("--engine http and --server URL go together: a server samples, or the local engine does")
     if "/" in args.name or args.name in (".", ".."):
         raise UserError(f"{name('name')} is a folder's name under --out, without slashes")
 
@@ -485,6 +490,7 @@ class Policy:
     engine: str = "generate"
     plans: Any = attention  # what the fast engine attends by
     flex: bool = False
+    server: Any = None  # samples in place of the engine
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
 
     def __post_init__(self):

@@ -19,7 +19,6 @@ import math
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 import urllib.error
@@ -158,7 +157,10 @@ class Server:
             policy.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
             self.kind.load_adapter(self, name, str(folder))
         else:
-            policy.model.save_merged(folder) if isinstance(policy.model, SVDModel) else policy.hf.save_pretrained(folder)
+            if isinstance(policy.model, SVDModel):
+                policy.model.save_merged(folder)
+            else:
+                policy.hf.save_pretrained(folder)
             policy.tokenizer.save_pretrained(folder)
             self.kind.load_weights(self, str(folder), policy.version)
         self.loaded = name

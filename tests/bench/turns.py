@@ -4,8 +4,8 @@
     python tests/bench/turns.py --rows 32 --turns 3
 
 A random local model talks to a task that answers each turn with a tool's message; the three ways sample the same
-tokens, which is checked. One JSON line: seconds (the least of --repeats; on a CPU the processor's, so that other work on the machine
-does not count) and ratios. Nothing is downloaded.
+tokens, which is checked. One JSON line: seconds (the least of --repeats; on a CPU the processor's, so that other work
+on the machine does not count) and ratios. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     tokenizer = word_tokenizer(own.vocab)
     tokenizer.chat_template = CHAT
     policy = train_grpo.Policy(args, Answers(args), model, model, tokenizer, torch.device(device))
-    policy.engine = choose_engine(policy, print)
+    policy.engine = choose_engine(policy, engine, print)
     policy.stop_ids = list(range(1, own.vocab, 40))  # a turn has 40 tokens on average
     words = [" ".join(f"w{3 + (7 * i + 11 * p) % 900}" for i in range(own.prompt_length)) for p in range(own.prompts)]
     prompts = [Prompt([{"role": "user", "content": text}]) for text in words]
