@@ -97,8 +97,8 @@ class Draws:
             row.stop = "stop" if ended else "length" if n == policy.args.max_new else "context"
             extend(row, tokens[:n], 1, logp[:n], entropy[:n], policy.version)
             masses += filtered[:n]
-            said = policy.tokenizer.decode(tokens[:n], skip_special_tokens=True)
-            row.turns.append({"role": "assistant", "content": said})
+            text = policy.tokenizer.decode(tokens[:n], skip_special_tokens=True)
+            row.turns.append({"role": "assistant", "content": text})
         return float(np.mean(masses)) if masses else 0.0
 
 
@@ -224,9 +224,8 @@ def generate(policy, rows: list[Rollout], draws: Draws, held: dict) -> None:
 
     Rows of unequal room are apart: generate goes on to the largest, past what learned positions may have.
     """
-    hf, filler = policy.hf, policy.tokenizer.pad_token_id or 0
-    before = hf.generation_config  # top-k, penalties, minimal lengths: nothing of it may reach the sampler
-    hf.generation_config = transformers.GenerationConfig(
+    hf, filler, before = policy.hf, policy.tokenizer.pad_token_id or 0, policy.hf.generation_config
+    hf.generation_config = transformers.GenerationConfig(  # none of the model's own penalties or filters
         do_sample=False, use_cache=True, eos_token_id=policy.stop_ids or None, pad_token_id=filler)
     try:
         for room in sorted(set(draws.room.tolist())):
