@@ -565,7 +565,7 @@ def stop_ids(model, tokenizer) -> list[int]:
         with contextlib.suppress(Exception):  # a template may insist on other roles: the other two sources remain
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], tokenize=False)
-            after = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
+            after = tokenizer.encode(text.rpartition(mark)[2].lstrip(), add_special_tokens=False)
             if mark in text and after and after[0] in tokenizer.added_tokens_decoder:
                 found.add(after[0])
     return sorted(found - {None})
@@ -1204,7 +1204,7 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
     rewards = [s.reward for _, s in pairs if s.reward is not None]
     lengths = [sum(r.mask) for r, _ in pairs]
     verdicts = [bool(s.flags["correct"]) for _, s in pairs if s.flags.get("correct") is not None]
-    entropies = [e for r, _ in pairs for e, m in zip(r.entropy, r.mask, strict=True) if m]
+    entropies = [e for r, _ in pairs for e, m in zip(r.entropy, r.mask, strict=True) if m and not math.isnan(e)]
     stds = [std for std in (group_std(g, args) for g in sampled) if std is not None]
     advantages = [a for g in batch for a in g.advantages if not math.isnan(a)]
 
@@ -1215,7 +1215,7 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
            "reward_max": of(max, rewards), "reward_std_group": of(np.mean, stds), "accuracy": of(np.mean, verdicts),
            "tokens": sum(lengths), "length_mean": of(np.mean, lengths), "length_max": max(lengths, default=0),
            "truncated_share": of(np.mean, [r.truncated for r, _ in pairs]), "unscorable": len(pairs) - len(rewards),
-           "entropy": of(np.nanmean, entropies), "groups_sampled": len(sampled),
+           "entropy": of(np.mean, entropies), "groups_sampled": len(sampled),
            "groups_constant": sum(is_constant(g, args) and group_std(g, args) is not None for g in sampled),
            "groups_dropped": sum(group_std(g, args) is None for g in sampled),
            "groups_used": sum(any(a != 0 and not math.isnan(a) for a in g.advantages) for g in batch),

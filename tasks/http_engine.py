@@ -124,7 +124,7 @@ class Server:
         if isinstance(longest, int) and longest < policy.context:
             self.say(f"the server's context of {longest} tokens is shorter than the model's and holds")
             policy.context = longest
-        policy.rollout_tokens = 1 << 40  # it makes its own batches
+        policy.rollout_tokens = max(policy.rollout_tokens, 1 << 22)  # it makes its own batches
         self.sync(policy)
         self.check_temperature(policy)
         self.fail = TrainingFailed

@@ -325,7 +325,8 @@ def test_every_range_belongs_to_a_number():
 
 # ---- random values
 COMBINED = {"task", "name", "reward", "group", "minibatches", "prompts", "dual_clip", "cispo", "ratio", "load_4bit",
-            "adapter", "temperature_end", "overlong", "overlong_buffer", "max_new"}  # not free of each other
+            "adapter", "temperature_end", "overlong", "overlong_buffer", "max_new",
+            "engine", "server"}  # not free of each other
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=12)
 
 

@@ -106,7 +106,8 @@ def unknown(server, body):
 def completions(server, body):
     model = server.model(body["model"])
     ids, logps, ended, prompt = server.complete(
-        model, body["prompt"], body["max_tokens"], body["temperature"], body.get("seed"), body.get("stop_token_ids", []))
+        model, body["prompt"], body["max_tokens"], body["temperature"], body.get("seed"),
+        body.get("stop_token_ids", []))
     choice = {"index": 0, "text": "", "finish_reason": "stop" if ended else "length", "stop_reason": None,
               "token_ids": ids, "logprobs": {"token_logprobs": logps, "tokens": [""] * len(ids)}}
     if body.get("prompt_logprobs"):
@@ -199,8 +200,8 @@ def check_rows(policy, rows, temperature=1.0):
 def test_a_run_samples_from_the_server_and_gives_it_each_steps_weights(command, words, serve, tmp_path, kind, adapter):
     server = serve(kind)
     ended = command(*words.flags, "--adapter", adapter, "--lora-r", 4, "--engine", "http", "--server", server.url,
-                    "--lr", "0.02", "--steps", 3, "--no-eval", "--out", tmp_path, "--name", "r", "--off-policy", "truncate",
-                    "--inner-epochs", 2, "--server-folder", tmp_path)
+                    "--lr", "0.02", "--steps", 3, "--no-eval", "--out", tmp_path, "--name", "r", "--off-policy",
+                    "truncate", "--inner-epochs", 2, "--server-folder", tmp_path)
     assert ended.code == 0, ended.err
     rows = read_csv(tmp_path / "r")
     assert len(rows) == 3 and "engine http" in ended.out
@@ -288,7 +289,7 @@ def test_a_busy_server_is_asked_again(serve):
 
 def test_no_server_is_one_sentence(command, words, tmp_path, monkeypatch):
     monkeypatch.setattr(http_engine, "PAUSES", (0,))
-    ended = command(*words.flags, "--engine", "http", "--server", "http://127.0.0.1:9", "--out", tmp_path, "--name", "r")
+    ended = command(*words.flags, "--engine", "http", "--server", "http://127.0.0.1:9", "--out", tmp_path)
     assert ended.code == 2 and "does not answer /health" in ended.err and len(ended.err.splitlines()) == 1
 
 

@@ -15,6 +15,7 @@ from test_tool_use import block, call_of
 
 import engine
 from data import Prompt, UserError
+from tasks.attention import install_attention
 from tasks.tool_calls import schema
 from tasks.tool_use import ToolTask
 
@@ -95,7 +96,7 @@ def scripted(monkeypatch, tokenizer, turns: list[list[int]], template_kwargs=Non
     monkeypatch.setattr("conftest.random_model", lambda *a, **k: model(len(tokenizer), positions=4096))
     policy = make_policy(*flags, tokenizer=tokenizer, task=task)
     if fast:
-        assert engine.install_attention(policy.hf)
+        assert install_attention(policy.hf)
         policy.engine = "fast"
     script, fed = [token for ids in turns for token in ids], []
 
