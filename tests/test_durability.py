@@ -20,8 +20,9 @@ from conftest import ROOT, make_args, read_csv, read_jsonl
 from test_run_folder import after_step, flip, in_a_fork, own_task, same_log, within_step
 
 import train_grpo
-from data import UserError, blame
+from data import UserError
 from tasks import run_folder
+from tasks.faults import blame
 
 PYTHON = [sys.executable, str(ROOT / "train_grpo.py")]
 
@@ -138,7 +139,7 @@ def test_a_checkpoint_that_could_not_be_saved_is_due_again_and_the_last_one_deci
 
 def test_a_file_size_limit_is_a_full_disk(whole, tmp_path):
     def work():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))
         train_grpo.SAVE_PAUSES = ()
 
     assert forked_main([*whole[1], "--out", tmp_path, "--name", "a"], tmp_path / "out", work) == 3
