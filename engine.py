@@ -23,7 +23,6 @@ import transformers
 from torch import Tensor
 
 from data import Prompt, Rollout, TrainingFailed, UserError
-from tasks.turns import reply_ids
 
 
 # ------------------------------------------------------------------------------------------------ the sampler
@@ -280,7 +279,7 @@ def takes_turn(policy, row: Rollout, may: bool) -> bool:
     if not may:
         row.stop = "unfinished"
         return False
-    new = reply_ids(policy, row, reply)
+    new = policy.reply_ids(policy, row, reply)
     row.turns += reply
     if len(row.ids) + len(new) >= policy.context:
         row.stop = "context"

@@ -74,7 +74,7 @@ from data import (
 from engine import Row, fill_logps, micro_batches, pad, rollout, token_logps
 from eval import evaluate, judge
 from rewards import length_penalty
-from tasks import attention, publish
+from tasks import attention, publish, turns
 from tasks.engine_choice import choose_engine, measure_budget
 from tasks.flags import (
     build_parser,
@@ -490,6 +490,7 @@ class Policy:
     version: int = 0
     engine: str = "generate"
     plans: Any = attention  # what the fast engine attends by
+    reply_ids: Any = turns.reply_ids  # the ids that show it a reply
     flex: bool = False
     server: Any = None  # samples in place of the engine
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
