@@ -373,7 +373,7 @@ def message_of(data: bytes) -> str:
     try:
         said = json.loads(text)
         said = said.get("error", said)
-        text = said.get("message", said) if isinstance(said, dict) else said
+        text = said.get("message") or said.get("detail", said) if isinstance(said, dict) else said
     except (ValueError, AttributeError):
         pass
     return " ".join(str(text).split())[:200]
