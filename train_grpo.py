@@ -74,7 +74,7 @@ from data import (
 from engine import Row, fill_logps, micro_batches, pad, rollout, token_logps
 from eval import evaluate, judge
 from rewards import length_penalty
-from tasks import attention, publish, turns
+from tasks import async_rollouts, attention, off_policy, publish, turns
 from tasks.engine_choice import choose_engine, measure_budget
 from tasks.flags import (
     build_parser,
@@ -87,6 +87,7 @@ from tasks.flags import (
     preset_layers,
     print_config,
 )
+from tasks.optimizer import Optimizer
 from tasks.run_folder import (
     Console,
     Run,
@@ -123,7 +124,7 @@ SaveMethod = Literal["adapter", "lora", "merged", "merged_16bit", "merged_4bit"]
 
 # ------------------------------------------------------------------------------------------------ flags and presets
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(async_rollouts.Flags, off_policy.Flags):
     """Every flag of the script: one typed field each, its comment is its --help. A task adds its own `Options`."""
 
     # run
@@ -233,7 +234,7 @@ class Args:
 
 
 # smallest and largest value, both allowed, of the numbers that may not be anything from 0 to 1e12
-RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = async_rollouts.RANGES | off_policy.RANGES | {
     "seed": (-1e12, 1e12), "max_bad_records": (0, 1), "lora_r": (1, 4096), "lora_alpha": (1e-6, 1e6),
     "prompts": (1, 1e6), "group": (1, 1e6), "max_new": (1, 1e6), "max_turns": (1, 1000), "temperature": (1e-3, 100),
     "temperature_end": (-1, 100), "top_p": (1e-6, 1), "rollout_tokens": (1, 1e12), "dynamic_sampling": (0, 1000),
@@ -347,6 +348,8 @@ def check_args(args, sources: dict[str, str]) -> None:
         raise UserError("--engine http and --server URL go together: a server samples, or the local engine does")
     if "/" in args.name or args.name in (".", ".."):
         raise UserError(f"{name('name')} is a folder's name under --out, without slashes")
+    async_rollouts.check(args, name)
+    off_policy.check(args, name)
 
 
 # ------------------------------------------------------------------------------------------------ libraries, device
@@ -709,8 +712,8 @@ def set_advantages(groups: list[Group], args, baseline: float | None) -> None:
         group.advantages = a.tolist()
 
 
-def rows_to_train(groups: list[Group], args) -> list[Row]:
-    """The rows of one optimizer step, each with its share of the loss.
+def rows_to_train(groups: list[Group], args, now: int = 0) -> list[Row]:
+    """The rows of one optimizer step of the version `now`, each with its share of the loss; older ones with less of it.
 
     Rows outside the statistics, and truncated ones under --overlong mask, do not count. Rows whose whole group has
     advantage 0 count in the normaliser: leaving them out changes only the time (and their KL and entropy gradients).
@@ -730,6 +733,7 @@ def rows_to_train(groups: list[Group], args) -> list[Row]:
             row.weight = 1 / tokens
         else:
             row.weight = 1 / (sum(len(group.rollouts) for group in groups) * args.max_new)
+        row.weight *= args.stale_discount ** off_policy.age_of(row.rollout, now)
     kept = [row for row in counted if id(row) not in leaving]
     if args.top_entropy < 1 and kept:
         entropies = [e for row in counted for e, m in zip(row.rollout.entropy, row.rollout.mask, strict=True) if m]
@@ -797,19 +801,24 @@ def micro_loss(policy: Policy, batch: list[Row], args, temperature: float, sums:
     sampler = pad([r.logp for r in rollouts], 0.0, real, device)
     weight = torch.tensor([row.weight for row in batch], dtype=real, device=device)[:, None]
     advantage = torch.tensor([row.advantage for row in batch], dtype=real, device=device)
-    first = batch[0].old is None  # the weights have not moved since the rollout: the ratio is 1 by construction
-    old = new.detach() if first else torch.nn.utils.rnn.pad_sequence([row.old for row in batch], batch_first=True)
-    loss, ratio = policy_loss(new, old, sampler, advantage, mask, args)
+    old = start = off_policy.old_logps(batch, new)
+    if args.decoupled_ppo:
+        ages = off_policy.token_ages(rollouts, policy.version, real, device)
+        start, trust = off_policy.decouple(new, old, ages, args.behaviour_cap, args.m2_threshold)
+    loss, ratio = policy_loss(new, start, sampler, advantage, mask, args)
+    loss = loss * trust if args.decoupled_ppo else loss
     if batch[0].uncertain is not None:
         loss = loss * pad([row.uncertain for row in batch], False, real, device)
     share = (loss * mask * weight).sum()
-    total = share
+    total, ref = share, None
     if batch[0].ref is not None:
         ref = torch.nn.utils.rnn.pad_sequence([row.ref for row in batch], batch_first=True)
         kl = kl_divergence(new, ref, args.kl)
         held = torch.tensor([row.anchored for row in batch], dtype=real, device=device)[:, None]
         total = total + args.beta * (kl * mask * weight * held).sum()
         sums.add(kl=(kl.detach() * mask).sum())
+    if args.beta_control != "off":
+        sums.add(**off_policy.moved(new, old, ref, mask))
     if entropy is not None:
         total = total - args.entropy_coef * (entropy * mask * weight).sum()
     high = 1 + (args.clip_high if args.clip_high >= 0 else args.clip)
@@ -841,80 +850,6 @@ def temperature_at(step: int, args) -> float:
     return args.temperature + (args.temperature_end - args.temperature) * (step - 1) / max(1, args.steps - 1)
 
 
-class Optimizer:
-    """AdamW on float32 master copies of the trained weights.
-
-    A bfloat16 weight cannot take an update under 2^-9 of itself, which at lr 5e-6 is all of them; its master can.
-    Gradients are summed in the master's precision. Weights that are float32 already are their own master.
-    """
-
-    def __init__(self, model, args):
-        self.pairs = []
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            own = parameter.dtype in (torch.float32, torch.float64)
-            master = parameter if own else parameter.detach().float().clone().requires_grad_(True)
-            self.pairs.append((parameter, master))
-            if not own:
-                parameter.register_post_accumulate_grad_hook(lambda p, m=master: accumulate(p, m))
-        masters = [m for _, m in self.pairs]
-        groups = [{"params": [m for m in masters if m.ndim >= 2], "weight_decay": args.weight_decay},
-                  {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0}]
-        keywords = {"lr": args.lr, "betas": (args.adam_beta1, args.adam_beta2)}
-        groups = [group for group in groups if group["params"]]
-        if args.optimizer == "adamw":
-            fused = all(m.device.type == "cuda" for m in masters)
-            self.inner = torch.optim.AdamW(groups, fused=fused, **keywords)
-        else:
-            self.inner = bitsandbytes_optimizer(args)(groups, **keywords)
-
-    def zero(self) -> None:
-        for parameter, master in self.pairs:
-            parameter.grad = master.grad = None
-
-    def clip(self, limit: float) -> float:
-        """The gradient's norm before clipping; not finite where any element is not."""
-        grads = [m.grad for _, m in self.pairs if m.grad is not None]
-        if not grads:
-            return 0.0
-        norm = torch.nn.utils.get_total_norm(grads)
-        if limit:
-            torch.nn.utils.clip_grads_with_norm_([m for _, m in self.pairs], limit, norm)
-        return float(norm)
-
-    def step(self, lr: float) -> None:
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        self.inner.step()
-        for parameter, master in self.pairs:
-            if parameter is not master:
-                parameter.data.copy_(master.data)
-
-    def state_dict(self) -> dict:
-        return {"inner": self.inner.state_dict(), "masters": [m.detach() for p, m in self.pairs if p is not m]}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.inner.load_state_dict(state["inner"])
-        masters = [m for p, m in self.pairs if p is not m]
-        for master, saved in zip(masters, state["masters"], strict=True):
-            master.data.copy_(saved)
-
-
-def accumulate(parameter: Tensor, master: Tensor) -> None:
-    """Move a low-precision gradient into its master's sum, as soon as it is whole."""
-    gradient = parameter.grad.float()
-    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-    parameter.grad = None
-
-
-def bitsandbytes_optimizer(args):
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise UserError(f"--optimizer {args.optimizer} needs bitsandbytes (pip install bitsandbytes)") from error
-    return {"adamw8bit": bitsandbytes.optim.AdamW8bit, "paged_adamw8bit": bitsandbytes.optim.PagedAdamW8bit}[
-        args.optimizer]
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error))
@@ -925,16 +860,21 @@ def update(policy: Policy, optimizer: Optimizer, groups: list[Group], args, step
 
     `state["micro_tokens"]` is the current micro-batch budget; out of memory halves it for the rest of the run.
     """
-    temperature, sums, norms, extra, skipped = temperature_at(step, args), Sums(), [], {}, 0
-    batches = [rows_to_train(minibatch(groups, args, step, epoch, part), args)
+    temperature, sums, norms, extra, skipped, moves = temperature_at(step, args), Sums(), [], {}, 0, []
+    if args.beta_control != "off":
+        args = dataclasses.replace(args, beta=state["beta_control"]["beta"])
+    cloned, coefficient = off_policy.clones(policy, engine, [group.prompt for group in groups], args, step)
+    batches = [rows_to_train(minibatch(groups, args, step, epoch, part), args, policy.version)
                for epoch in range(args.inner_epochs) for part in range(args.minibatches)]
     with_smaller_batches(lambda: anchor(policy, batches, args, temperature, state["micro_tokens"]), state, say)
-    for batch in filter(None, batches):
-        result = with_smaller_batches(
-            lambda rows=batch: gradients(policy, optimizer, rows, args, temperature, state["micro_tokens"]), state, say)
+    for batch in (batch for batch in batches if batch or cloned):
+        result = with_smaller_batches(lambda rows=batch: gradients(
+            policy, optimizer, rows, args, temperature, state["micro_tokens"], cloned, coefficient), state, say)
         extra = policy.task.on_gradients(policy)
         norm = optimizer.clip(args.max_grad_norm)
-        if math.isfinite(norm) and math.isfinite(result["loss"]):
+        if off_policy.too_far(result, state, args, moves):
+            pass  # a hard stop: weights and moments stay as they are
+        elif math.isfinite(norm) and math.isfinite(result["loss"]):
             optimizer.step(lr_at(step, args))
             norms.append(norm)
             sums.add(**result)
@@ -947,7 +887,8 @@ def update(policy: Policy, optimizer: Optimizer, groups: list[Group], args, step
             raise TrainingFailed(f"{args.max_bad_steps} gradients in a row were not finite, last at step {step}; lower "
                                  "--lr, raise --beta, or look at the rewards; the weights are as before the first")
     policy.version = step
-    return update_metrics(sums, norms, skipped) | extra
+    more = off_policy.metrics(sums, max(1, len(norms)), moves, args, coefficient)
+    return update_metrics(sums, norms, skipped) | more | extra
 
 
 def anchor(policy: Policy, batches: list[list[Row]], args, temperature: float, budget: int) -> None:
@@ -963,6 +904,8 @@ def anchor(policy: Policy, batches: list[list[Row]], args, temperature: float, b
         first = rows[id(row.rollout)]
         row.ref, row.old = first.ref, first.old
         if len(batches) > 1 and args.old_logp == "sampler":
+            row.old = torch.tensor(row.rollout.logp, device=policy.device)
+        if off_policy.age_of(row.rollout, policy.version):  # the policy that wrote it is gone: its word is what is left
             row.old = torch.tensor(row.rollout.logp, device=policy.device)
 
 
@@ -991,8 +934,9 @@ def with_smaller_batches(work, state: dict, say):
         say(f"out of memory: the update is repeated with --micro-tokens {state['micro_tokens']}")
 
 
-def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, temperature: float, budget: int) -> Sums:
-    """Accumulate the gradient of one optimizer step over its micro-batches."""
+def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, temperature: float, budget: int,
+              cloned: list[Row] = (), coefficient: float = 0.0) -> Sums:
+    """Accumulate the gradient of one optimizer step over its micro-batches, and of what is imitated beside it."""
     optimizer.zero()
     sums = Sums()
     policy.model.train(args.gradient_checkpointing)  # checkpointing works in training mode only; dropout is off
@@ -1001,6 +945,10 @@ def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, tempe
         for batch in micro_batches(part, budget, policy.engine == "fast"):
             micro_loss(policy, batch, args, temperature, sums).backward()
         policy.task.on_part(policy)
+    for batch in micro_batches(cloned, budget, policy.engine == "fast"):
+        loss = off_policy.cloning_loss(policy, engine, batch)
+        (coefficient * loss).backward()
+        sums.add(bc_loss=loss.detach(), loss=coefficient * loss.detach())
     policy.model.eval()
     return sums
 
@@ -1013,7 +961,7 @@ def update_metrics(sums: Sums, norms: list[float], skipped: int) -> dict[str, fl
         return sums[key] / tokens if tokens and key in sums else None
 
     return {
-        "loss": sums["loss"] / updates if tokens else None,
+        "loss": sums["loss"] / updates if "loss" in sums else None,
         "policy_loss": sums["policy_loss"] / updates if tokens else None,
         "kl": mean("kl"), "clip_low_share": mean("clip_low"), "clip_high_share": mean("clip_high"),
         "ratio_mean": mean("ratio"), "ratio_max": sums.get("ratio_max"), "logp_gap": mean("gap"),
@@ -1152,6 +1100,10 @@ class Clock:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
+    @property
+    def whole(self) -> float:
+        return time.perf_counter() - self.start
+
     @contextlib.contextmanager
     def __call__(self, phase: str):
         begin = time.perf_counter()
@@ -1173,7 +1125,8 @@ def score_groups(task: Task, rolled: list[list[Rollout]], args) -> list[Group]:
     return groups
 
 
-def collect(policy: Policy, task: Task, args, step: int, clock: Clock, stop: Stop) -> tuple[list[Group], list[Group]]:
+def collect(policy: Policy, task: Task, args, step: int, clock: Clock, stop: Stop, ahead=None
+            ) -> tuple[list[Group], list[Group]]:
     """The step's batch of P groups, and all groups that were sampled for it.
 
     With --dynamic-sampling, constant groups are replaced from new prompts; they come back only to fill the batch.
@@ -1182,8 +1135,9 @@ def collect(policy: Policy, task: Task, args, step: int, clock: Clock, stop: Sto
     sampled: list[Group] = []
     for turn in range(1 + args.dynamic_sampling):
         with clock("rollout"):
-            prompts = task.prompts(args.prompts - len(kept))
-            rolled = policy.sample(prompts, task.live(), temperature_at(step, args), step, turn)
+            n, temperature = args.prompts - len(kept), temperature_at(step, args)
+            rolled = (ahead.take(n, step, temperature, stop.check) if ahead else
+                      policy.sample(task.prompts(n), task.live(), temperature, step, turn))
         stop.check()
         with clock("score"), stop.scoring():
             groups = task.regroup(score_groups(task, rolled, args))
@@ -1292,12 +1246,13 @@ def main(argv: list[str] | None = None) -> int:
     micro_tokens = args.micro_tokens or (1536 if policy.device.type == "cpu" else measure_budget(policy, engine, say))
     optimizer = Optimizer(policy.model, args)
     state = {"step": 0, "task": task.state_dict(), "baseline": None, "micro_tokens": micro_tokens,
-             "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0, "seconds": 0.0}
+             "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0, "seconds": 0.0,
+             "beta_control": off_policy.new_control(args.beta), "ahead": None}
     if command.resume:
         run = Run(folder, task, args, say, lock)
         resumed = newest_checkpoint(folder, say)
         if resumed:
-            state = load_checkpoint(policy, optimizer, resumed, command.resume_override)
+            state |= load_checkpoint(policy, optimizer, resumed, command.resume_override)
         prepare_resume(run, args, config, state)
         began -= state["seconds"]
     else:
@@ -1316,6 +1271,7 @@ def main(argv: list[str] | None = None) -> int:
                            lambda: save_checkpoint(run, policy, optimizer, state, args), pauses)
 
     stop = Stop(save)
+    ahead = async_rollouts.Ahead(policy, task, args, say, state["ahead"]).start() if args.async_workers else None
     rows, evals, warned = run_rows(run.folder), run_evals(run.folder), {}
     status, code, whole, due = "done", 0, True, False
     say.bar = tqdm(total=args.steps, initial=state["step"], disable=None, leave=False)
@@ -1332,7 +1288,7 @@ def main(argv: list[str] | None = None) -> int:
             stop.check()
 
             # 1-3. sample P prompts, roll out G completions of each, score them
-            batch, sampled = collect(policy, task, args, step, clock, stop)
+            batch, sampled = collect(policy, task, args, step, clock, stop, ahead)
 
             # 4. advantages; groups without any leave here and cost no forward
             set_advantages(batch, args, state["baseline"])
@@ -1342,6 +1298,8 @@ def main(argv: list[str] | None = None) -> int:
             whole = args.inner_epochs * args.minibatches == 1  # else a failure may leave the batch half applied
             with clock("update"):
                 row |= update(policy, optimizer, batch, args, step, state, say)
+            if ahead and step % args.policy_sync_interval == 0:
+                ahead.publish()
             whole = False  # until this step is logged: no checkpoint is ahead of the log
 
             # 8. the task looks at what happened
@@ -1356,6 +1314,8 @@ def main(argv: list[str] | None = None) -> int:
             state["flat_in_a_row"] = state["flat_in_a_row"] + 1 if flat else 0
             state |= {"step": step, "task": task.state_dict(), "tokens_total": state["tokens_total"] + row["tokens"],
                       "seconds": time.time() - began}
+            if ahead:
+                state["ahead"], row = ahead.state_dict(), row | ahead.metrics()
             early = 0 < args.early_stop_patience <= state["flat_in_a_row"]
             last = step == args.steps or early
 
@@ -1372,9 +1332,9 @@ def main(argv: list[str] | None = None) -> int:
                     row |= {f"eval_{name}": value for name, value in metrics.items()}
                     keep_best(run, policy, evals[-1], state)
             row |= {"step": step, "time": time.time() - began, "tokens_total": state["tokens_total"],
-                    "lr": lr_at(step, args), "beta": args.beta, "temperature": temperature_at(step, args),
+                    "lr": lr_at(step, args), "temperature": temperature_at(step, args),
                     **{f"seconds_{k}": v for k, v in clock.seconds.items()},
-                    "tokens_per_second": row["tokens"] / max(clock.seconds["rollout"], 1e-9),
+                    "tokens_per_second": row["tokens"] / max(1e-9, clock.whole if ahead else clock.seconds["rollout"]),
                     "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None}
             rows.append(row)
             run.log(row)
@@ -1415,6 +1375,8 @@ def main(argv: list[str] | None = None) -> int:
         say.bar.close()
         say.bar = None
         reporter.close()
+        if ahead:
+            ahead.close()
     if whole and run.folder.is_dir():
         reason = save(SAVE_PAUSES)
         if reason:

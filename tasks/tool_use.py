@@ -209,13 +209,31 @@ class ToolTask(Task):
         row = Rollout(prompt, [], [], [], [], [], "stop", [{"role": "assistant", "content": said}])
         replies = self.reply(row)
         values = ["0" if message["content"].startswith("error") else message["content"] for message in replies]
-        return [row.turns[0], *replies, {"role": "assistant", "content": f"<answer>{', '.join(values)}</answer>"}]
+        return [row.turns[0], *replies, {"role": "assistant", "content": answer_text(values)}]
+
+    # ---- behaviour cloning
+    def worked_turn(self, rollout: Rollout) -> str | None:
+        """The canonical calls of the question's expressions, then the answer: the gold values where there is one for
+        each call, else what the tools gave. None where there is nothing to call, or a call fails."""
+        expressions, gold = rollout.prompt.meta["expressions"], rollout.prompt.gold
+        if not rollout.turns:
+            calls = {"role": "assistant", "content": "\n".join(map(call_text, expressions))}
+            given = self.reply(dataclasses.replace(rollout, turns=[calls])) or [{"content": "error"}]
+            return None if any(turn["content"].startswith("error") for turn in given) else calls["content"]
+        given = [turn["content"] for turn in rollout.turns if turn["role"] == "tool"]
+        if len(rollout.turns) != 1 + len(given) or any(value.startswith("error") for value in given):
+            return None
+        return answer_text(gold if len(gold) == len(given) else given)
 
 
 def call_text(expression: str) -> str:
     """The canonical call of an expression."""
     value = {"name": "calculate_math", "arguments": {"expression": expression}}
     return f"<tool_call>{json.dumps(value, ensure_ascii=False)}</tool_call>"
+
+
+def answer_text(values: list[str]) -> str:
+    return f"<answer>{', '.join(values)}</answer>"
 
 
 def question_of(prompt: Prompt) -> str:

@@ -69,9 +69,9 @@ def within_step(monkeypatch, step: int, act) -> None:
     collect, judge = train_grpo.collect, train_grpo.score_groups
     now = []
 
-    def collecting(policy, task, args, at, clock, stop):
+    def collecting(policy, task, args, at, *rest):
         now.append(at)
-        return collect(policy, task, args, at, clock, stop)
+        return collect(policy, task, args, at, *rest)
 
     def judging(*given):
         if now[-1] == step:
