@@ -13,6 +13,7 @@ each reload whether it answers with the new weights, in each reply that ids and 
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import dataclasses
 import json
 import math
@@ -69,6 +70,15 @@ class Server:
         self.owned = None if args.server_folder else tempfile.TemporaryDirectory(dir=self.folder)
         self.tag = secrets.token_hex(3)
         self.adapter = policy.model is not policy.hf and not isinstance(policy.model, SVDModel)
+
+    def beside(self) -> Server:
+        """A second one, with an adapter of its own on the same server, for another copy of the policy."""
+        if not self.adapter:
+            raise UserError("--engine http serves one set of whole weights at a time; use --adapter lora, or "
+                            "--async-workers 0")
+        other = copy.copy(self)
+        other.tag, other.loaded, other.version, other.trusted = secrets.token_hex(3), "", None, None
+        return other
 
     # ---- requests
     def ask(self, path: str, body: dict | None = None):

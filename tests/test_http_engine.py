@@ -214,6 +214,16 @@ def test_a_run_samples_from_the_server_and_gives_it_each_steps_weights(command, 
     assert len([p for p in tmp_path.iterdir() if p.name.startswith("grpo-")]) == 1
 
 
+def test_workers_ahead_of_the_trainer_have_an_adapter_of_their_own(command, words, serve, tmp_path):
+    server = serve()
+    flags = [*words.flags, "--lora-r", 4, "--engine", "http", "--server", server.url, "--async-workers", 1,
+             "--lr", "0.02", "--out", tmp_path, "--name", "r"]
+    assert command(*flags, "--adapter", "lora", "--steps", 3, "--eval-every", 1).code == 0
+    assert len(read_csv(tmp_path / "r")) == 3 and len(server.models) == 2
+    ended = command(*flags[:-1], "s", "--adapter", "none", "--steps", 3)
+    assert ended.code == 2 and "--adapter lora" in ended.err
+
+
 def test_the_update_from_the_servers_samples_is_that_from_local_ones(serve, words):
     flags = ("--off-policy", "truncate", "--old-logp", "sampler", "--inner-epochs", "2", "--lr", "1e-2")
     remote = connected(serve(), *flags)
