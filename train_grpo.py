@@ -74,7 +74,7 @@ from data import (
 from engine import Row, fill_logps, micro_batches, pad, rollout, token_logps
 from eval import evaluate, judge
 from rewards import length_penalty
-from tasks import async_rollouts, attention, off_policy, publish
+from tasks import async_rollouts, attention, off_policy, publish, turns
 from tasks.engine_choice import choose_engine, measure_budget
 from tasks.flags import (
     build_parser,
@@ -167,7 +167,10 @@ class Args(async_rollouts.Flags, off_policy.Flags):
     temperature_end: float = -1.0  # temperature at the last step, reached linearly; negative: stays
     top_p: float = 1.0  # nucleus; below 1 the trained ratio is not the sampler's (warned)
     top_k: int = 0  # 0: all tokens
-    engine: Literal["auto", "fast", "generate"] = "auto"  # auto: fast, where a check at the start agrees with generate
+    engine: Literal["auto", "fast", "generate", "http"] = "auto"  # auto: fast, where a check agrees; http: a server
+    server: str = ""  # http engine: URL of the vLLM or SGLang server that samples
+    server_model: str = ""  # its name of the model; empty: the only one
+    server_folder: str = ""  # folder that both see, for the weights; empty: a temporary one
     cuda_graphs: bool = False  # fast engine: replay a decoding step as a CUDA graph
     packed_attention: Literal["auto", "blocks", "flex"] = "auto"  # fast engine's update; auto: FlexAttention on CUDA
     rollout_tokens: int = 262_144  # most tokens (rows x length) in one generate call
@@ -249,7 +252,7 @@ FIXED = set("task adapter lora_r lora_alpha lora_targets rslora optimizer".split
 FREE = set("""steps lr lr_end temperature_end eval_every eval eval_k eval_temperature skip_initial_eval save_every
     keep_last save_completions early_stop_patience early_stop_std max_bad_steps max_bad_records micro_tokens
     rollout_tokens gradient_checkpointing ref_offload device attn engine cuda_graphs packed_attention
-    deterministic trust_remote_code cache
+    deterministic trust_remote_code cache server server_model server_folder
     out name save_method push_to_hub hub_checkpoint_repo report_to""".split())
 
 
@@ -341,6 +344,8 @@ def check_args(args, sources: dict[str, str]) -> None:
         raise UserError(f"{name('save_method')} merges an adapter into weights of 16 or 32 bits; leave it out")
     if args.overlong == "soft" and args.overlong_buffer > args.max_new:
         raise UserError(f"{name('overlong_buffer')} is more than --max-new {args.max_new}")
+    if (args.engine == "http") != bool(args.server):
+        raise UserError("--engine http and --server URL go together: a server samples, or the local engine does")
     if "/" in args.name or args.name in (".", ".."):
         raise UserError(f"{name('name')} is a folder's name under --out, without slashes")
     async_rollouts.check(args, name)
@@ -488,7 +493,9 @@ class Policy:
     version: int = 0
     engine: str = "generate"
     plans: Any = attention  # what the fast engine attends by
+    reply_ids: Any = turns.reply_ids  # the ids that show it a reply
     flex: bool = False
+    server: Any = None  # samples in place of the engine
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
 
     def __post_init__(self):
@@ -563,7 +570,7 @@ def stop_ids(model, tokenizer) -> list[int]:
         with contextlib.suppress(Exception):  # a template may insist on other roles: the other two sources remain
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], tokenize=False)
-            after = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
+            after = tokenizer.encode(text.rpartition(mark)[2].lstrip(), add_special_tokens=False)
             if mark in text and after and after[0] in tokenizer.added_tokens_decoder:
                 found.add(after[0])
     return sorted(found - {None})
@@ -1153,7 +1160,7 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
     rewards = [s.reward for _, s in pairs if s.reward is not None]
     lengths = [sum(r.mask) for r, _ in pairs]
     verdicts = [bool(s.flags["correct"]) for _, s in pairs if s.flags.get("correct") is not None]
-    entropies = [e for r, _ in pairs for e, m in zip(r.entropy, r.mask, strict=True) if m]
+    entropies = [e for r, _ in pairs for e, m in zip(r.entropy, r.mask, strict=True) if m and not math.isnan(e)]
     stds = [std for std in (group_std(g, args) for g in sampled) if std is not None]
     advantages = [a for g in batch for a in g.advantages if not math.isnan(a)]
 
@@ -1164,7 +1171,7 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
            "reward_max": of(max, rewards), "reward_std_group": of(np.mean, stds), "accuracy": of(np.mean, verdicts),
            "tokens": sum(lengths), "length_mean": of(np.mean, lengths), "length_max": max(lengths, default=0),
            "truncated_share": of(np.mean, [r.truncated for r, _ in pairs]), "unscorable": len(pairs) - len(rewards),
-           "entropy": of(np.nanmean, entropies), "groups_sampled": len(sampled),
+           "entropy": of(np.mean, entropies), "groups_sampled": len(sampled),
            "groups_constant": sum(is_constant(g, args) and group_std(g, args) is not None for g in sampled),
            "groups_dropped": sum(group_std(g, args) is None for g in sampled),
            "groups_used": sum(any(a != 0 and not math.isnan(a) for a in g.advantages) for g in batch),

@@ -124,7 +124,8 @@ class Worker:
         model = twin(policy.model)
         hf = model if policy.model is policy.hf else model.get_base_model()
         self.policy = dataclasses.replace(
-            policy, model=model, hf=hf, tokenizer=copy.deepcopy(policy.tokenizer), reference=None)
+            policy, model=model, hf=hf, tokenizer=copy.deepcopy(policy.tokenizer), reference=None,
+            server=policy.server and policy.server.beside())
         self.trained = [own for own, theirs in zip(model.parameters(), policy.model.parameters(), strict=True)
                         if theirs.requires_grad]
         self.stream = torch.cuda.Stream(policy.device) if policy.device.type == "cuda" else None

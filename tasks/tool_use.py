@@ -46,6 +46,7 @@ class ToolTask(Task):
         tool_questions: Literal["full", "short"] = "full"  # built-in questions: all kinds, or short sums only
         tools_instruction: str = INSTRUCTION  # the system message of every prompt that has none; empty leaves it out
         answer_tag: Literal["soft", "semi_hard", "hard"] = "semi_hard"  # cap on the reward without <answer>: none, 2, 0
+        tool_reward_model: str = ""  # sequence classifier (folder or hub id) whose score, clipped to ±1, is added
         tools_reward: tuple[str, ...] = ()  # NAME=VALUE of the reward's weights and limits; a preset's [tools.reward]
 
     parts = PARTS
@@ -57,7 +58,7 @@ class ToolTask(Task):
     def __init__(self, args):
         super().__init__(args)
         self.weights = read_weights(args.tools_reward)
-        self.step = 0
+        self.step, self.judge = 0, None
         self.allowed = tuple(dict.fromkeys(args.allowed_tools)) + (tuple(ALIASES) if args.tool_aliases else ())
         for name in self.allowed:
             if name not in (*TOOLS, *ALIASES):
@@ -80,6 +81,13 @@ class ToolTask(Task):
         if reasons:
             self.notes.append(f"left out: {reasons}")
         self.deal(kept, held)
+
+    def prepare_model(self, policy) -> None:
+        if self.args.tool_reward_model:
+            from tasks.reward_model import RewardModel
+
+            self.judge = RewardModel("--tool-reward-model", self.args.tool_reward_model, policy.device,
+                                     policy.hf.dtype)
 
     # ---- data
     def _convert(self, record: dict) -> Prompt | None:
@@ -121,14 +129,18 @@ class ToolTask(Task):
 
     # ---- judging
     def score(self, rollouts: list[Rollout]) -> list[Score]:
-        return [self._score_one(rollout) for rollout in rollouts]
+        judged = self.judge.scores(rollouts) if self.judge else [0.0] * len(rollouts)
+        return [self._score_one(rollout, opinion) for rollout, opinion in zip(rollouts, judged, strict=True)]
 
-    def _score_one(self, rollout: Rollout) -> Score:
+    def _score_one(self, rollout: Rollout, opinion: float) -> Score:
+        if not math.isfinite(opinion):
+            return Score.unscorable("the reward model gave no finite score")
         meta, gold = rollout.prompt.meta, [value_of(value) for value in rollout.prompt.gold]
         try:
             events = read_events(rollout)
             found = components(events, meta["expressions"], gold)
             parts = reward(found, self.weights, self.step, self.args.answer_tag)
+            parts["reward_model"] = max(-1.0, min(1.0, opinion))
         except Exception as error:  # whatever a completion breaks is that completion's result
             return Score(-self.weights["clip"], {"clip": -self.weights["clip"]},
                          {"correct": False, "answer": None, "error": f"{type(error).__name__}: {error}"[:300]})

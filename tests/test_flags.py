@@ -327,7 +327,7 @@ def test_every_range_belongs_to_a_number():
 COMBINED = {"task", "name", "reward", "group", "minibatches", "prompts", "dual_clip", "cispo", "ratio", "load_4bit",
             "adapter", "temperature_end", "overlong", "overlong_buffer", "max_new", "decoupled_ppo", "off_policy",
             "m2_threshold", "beta", "beta_control", "beta_min", "beta_max", "async_workers", "cuda_graphs",
-            "policy_sync_interval", "max_version_gap"}  # not free of each other
+            "policy_sync_interval", "max_version_gap", "engine", "server"}  # not free of each other
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=12)
 
 
