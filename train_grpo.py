@@ -1176,6 +1176,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.deterministic:  # even switching it off imports half of PyTorch: three seconds
         torch.use_deterministic_algorithms(True)
     task = load_task(args.task)(args)
+    off_policy.check_task(args, task)
     for note in task.notes:
         say(note)
     policy = load_policy(args, task, say)
