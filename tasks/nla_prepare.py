@@ -14,6 +14,7 @@ import torch
 
 import tasks.nla_data
 from data import BadRecords, UserError, read_records, rng_of
+from tasks.loading import load_pretrained, load_tokenizer, package_file
 from tasks.nla_data import (
     PLACEHOLDER,
     SLOT,
@@ -253,13 +254,15 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
                                      allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=["prepare"])
-    add("--model", required=True, help="folder or hub id of a causal LM with a chat template")
+    add("--model", required=True, help="folder, hub id, .gguf file or package:NAME/FILE of a causal LM")
     add("--layer", type=int, required=True, help="decoder layer whose output is stored; 0 is the first")
     add("--text", required=True, help="a .txt (paragraphs), .jsonl, .json or .parquet file, a hub id, or `generated`")
     add("--out", required=True, help="folder for activations.parquet and nla_meta.yaml")
     add("--text-field", default="text", help="field of a record that holds its text [text]")
     add("--documents", type=int, default=0, help="use this many documents; 0: all, of `generated` 2000 [0]")
     add("--load-4bit", action="store_true", help="nf4 through bitsandbytes (CUDA)")
+    add("--chat-template", default="", help="Jinja file to use instead of the tokenizer's chat template")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     add("--seed", type=int, default=0, help="of the positions and the generator [0]")
     add("--max-bad-records", type=float, default=0.01, help="share of unusable records that ends the command [0.01]")
     for item in dataclasses.fields(Recipe):
@@ -275,11 +278,13 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> None:
-    from tasks.sft import load_base  # which brings another task's libraries
-
     try:
         own = read_flags(argv)
-        model, tokenizer = load_base(own.model, own.load_4bit, half=True)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        half = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        path = package_file(own.model) if own.model.startswith("package:") else own.model
+        tokenizer = load_tokenizer(path, own)
+        model = load_pretrained(path, own, device, torch.bfloat16 if half else torch.float32)
         bad = BadRecords(own.text)
         if own.text == "generated":
             docs: Iterable[Document] = documents(own.documents or 2000, own.seed)
