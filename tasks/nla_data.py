@@ -4,8 +4,9 @@
     python -m tasks.nla_data prepare --model DIR --layer 1 --text generated --documents 2000 --out data/toy
 
 A parquet file has a row an activation: `prompt` (chat messages, the user's holds <INJECT>), `activation_vector` (d
-floats), `doc_id`, and, where known, `text` (what an explanation may say) and `source` (the document). The sidecar
-beside it, nla_meta.yaml or .json (or FILE.parquet.nla_meta.yaml), says what the numbers are; `read_meta` has its keys.
+floats), `doc_id`, and, where known, `text` (what an explanation may say), `source` (the document) and `quirk` (what
+was planted in it, for a judge). The sidecar beside it, nla_meta.yaml or .json (or FILE.parquet.nla_meta.yaml), says
+what the numbers are; its keys are those of `Meta`.
 Layer K is the residual stream after decoder layer K, the first being 0.
 """
 
@@ -27,6 +28,7 @@ from data import BadRecords, UserError, rng_of, seed_of
 
 PLACEHOLDER = "<INJECT>"
 SLOT = "{explanation}"
+OPTIONAL_COLUMNS = ("text", "source", "quirk")
 BATCH_BYTES = 1 << 20  # of vectors decoded at once by the reader, which takes several times that
 
 
@@ -216,6 +218,7 @@ class ActivationRow:
     doc_id: str
     text: str | None = None
     source: str | None = None
+    quirk: str | None = None
 
 
 def data_file(path: str | Path, must: bool = True) -> Path | None:
@@ -277,25 +280,27 @@ def _columns(schema, path: Path) -> list[str]:
     lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not lists or not (types.is_floating(kind.value_type) or types.is_integer(kind.value_type)):
         raise UserError(f"{path}: activation_vector is of type {kind}, it must be a list of numbers")
-    return [name for name in ("prompt", "activation_vector", "doc_id", "text", "source") if name in schema.names]
+    return [name for name in ("prompt", "activation_vector", "doc_id", *OPTIONAL_COLUMNS) if name in schema.names]
 
 
 def _rows_of(batch, at: int, meta: Meta, bad: BadRecords) -> Iterator[ActivationRow]:
     """The usable rows of a record batch, whose first row has the number `at` in the file."""
-    import pyarrow.compute as pc
-
-    column = batch.column("activation_vector")
-    lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    column, size = batch.column("activation_vector"), len(batch)
+    if hasattr(column, "offsets"):
+        edges = np.from_dlpack(column.offsets)  # to_numpy would import pandas: a second before the first row
+    else:  # lists of one size
+        edges = (column.offset + np.arange(size + 1)) * column.type.list_size
     with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite and is counted below
-        values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
+        flat = column.values
+        values = (flat.to_numpy(zero_copy_only=False) if flat.null_count else np.from_dlpack(flat)).astype(np.float32)
+    missing = {i for i in range(size) if not column[i].is_valid} if column.null_count else ()
     others = batch.select([name for name in batch.schema.names if name != "activation_vector"]).to_pylist()
     last: tuple[Any, Any] = (None, None)  # equal prompts are one object
     for i, record in enumerate(others):
         bad.total += 1
         try:
-            vector = values[starts[i] : starts[i + 1]]
-            if len(vector) != meta.d:
+            vector = values[edges[i] : edges[i + 1]]
+            if len(vector) != meta.d or i in missing:
                 raise ValueError(f"activation_vector has not {meta.d} numbers")
             if not np.isfinite(vector).all() or not vector.any():
                 raise ValueError("activation_vector is zero or not finite")
@@ -303,7 +308,7 @@ def _rows_of(batch, at: int, meta: Meta, bad: BadRecords) -> Iterator[Activation
                 raise ValueError("no doc_id")
             if record["prompt"] != last[0]:
                 last = record["prompt"], put_marker(record["prompt"], meta.marker)
-            texts = {name: record[name] if isinstance(record.get(name), str) else None for name in ("text", "source")}
+            texts = {name: record[name] if isinstance(record.get(name), str) else None for name in OPTIONAL_COLUMNS}
             row = ActivationRow(last[1], vector.copy(), str(record["doc_id"]), **texts)
         except ValueError as reason:
             bad.add(str(reason), f"row {at + i + 1}")

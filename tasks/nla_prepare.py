@@ -8,13 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 import tasks.nla_data
 from data import BadRecords, UserError, read_records, rng_of
+from tasks.loading import load_pretrained, load_tokenizer, package_file
 from tasks.nla_data import (
     PLACEHOLDER,
     SLOT,
@@ -94,11 +94,22 @@ def residuals(model, layer: int, windows: list[list[int]], places: list[list[int
     return [rows.float().cpu().numpy() for rows in kept]
 
 
-def cut(document: Document, tokenizer, recipe: Recipe, seed: int) -> Iterator[tuple[list[int], list[int], list[str]]]:
-    """(ids, places, texts) of each window of a document: the positions drawn in it, and what an explanation may say."""
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A piece of a document: its token ids, positions drawn in it, what an explanation of each may say, its text."""
+
+    ids: list[int]
+    places: list[int]
+    texts: list[str]
+    source: str
+
+
+def cut(document: Document, tokenizer, recipe: Recipe, seed: int) -> Iterator[Window]:
+    """The windows of a document in which a position can be drawn; each begins with the BOS where there is one."""
     encoded = tokenizer(document.text, return_offsets_mapping=True, verbose=False)
     ids, spans = encoded["input_ids"], encoded["offset_mapping"]
-    for number, start in enumerate(range(0, len(ids), recipe.context)):
+    bos = ids[:1] if ids and spans[0][0] == spans[0][1] else []  # special tokens stand for no text
+    for number, start in enumerate(range(len(bos), len(ids), recipe.context)):
         window = range(start, min(start + recipe.context, len(ids)))
         allowed = [i for i in window if i - start >= recipe.first and spans[i][1] > spans[i][0]]
         if document.cuts:
@@ -111,8 +122,9 @@ def cut(document: Document, tokenizer, recipe: Recipe, seed: int) -> Iterator[tu
             texts = [document.caption_at(spans[i][1]) for i in picked]
         else:
             bounds = [(max(start, i - recipe.around), min(window[-1], i + recipe.around)) for i in picked]
-            texts = [document.text[spans[a][0] : spans[b][1]].strip() for a, b in bounds]
-        yield ids[start : window[-1] + 1], [i - start for i in picked], texts
+            texts = [document.text[spans[a][0] : spans[b][1] or None].strip() for a, b in bounds]
+        yield Window(bos + ids[start : window[-1] + 1], [i - start + len(bos) for i in picked], texts,
+                     document.text[spans[start][0] : spans[window[-1]][1] or None])
 
 
 def prepare(model, tokenizer, layer: int, docs: Iterable[Document], out: str | Path, seed: int,
@@ -189,15 +201,15 @@ def dump_meta(meta: Meta, scale: str | float) -> str:
 def _activations(model, tokenizer, layer: int, docs: Iterable[Document], seed: int, recipe: Recipe) -> Iterator[dict]:
     model.eval()
     given = 0
-    windows = ((document, *window) for document in docs for window in cut(document, tokenizer, recipe, seed))
+    windows = ((document.doc_id, window) for document in docs for window in cut(document, tokenizer, recipe, seed))
     for some in chunks(windows, recipe.batch):
-        found = residuals(model, layer, [ids for _, ids, _, _ in some], [places for _, _, places, _ in some])
-        for (document, _, _, texts), vectors in zip(some, found, strict=True):
-            for text, vector in zip(texts, vectors, strict=True):
+        found = residuals(model, layer, [window.ids for _, window in some], [window.places for _, window in some])
+        for (doc_id, window), vectors in zip(some, found, strict=True):
+            for text, vector in zip(window.texts, vectors, strict=True):
                 if given == recipe.max_rows > 0:
                     return
                 given += 1
-                yield {"activation_vector": vector, "doc_id": document.doc_id, "text": text, "source": document.text}
+                yield {"activation_vector": vector, "doc_id": doc_id, "text": text, "source": window.source}
 
 
 def chunks(items: Iterable, size: int) -> Iterator[list]:
@@ -242,13 +254,15 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
                                      allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=["prepare"])
-    add("--model", required=True, help="folder or hub id of a causal LM with a chat template")
+    add("--model", required=True, help="folder, hub id, .gguf file or package:NAME/FILE of a causal LM")
     add("--layer", type=int, required=True, help="decoder layer whose output is stored; 0 is the first")
     add("--text", required=True, help="a .txt (paragraphs), .jsonl, .json or .parquet file, a hub id, or `generated`")
     add("--out", required=True, help="folder for activations.parquet and nla_meta.yaml")
     add("--text-field", default="text", help="field of a record that holds its text [text]")
     add("--documents", type=int, default=0, help="use this many documents; 0: all, of `generated` 2000 [0]")
     add("--load-4bit", action="store_true", help="nf4 through bitsandbytes (CUDA)")
+    add("--chat-template", default="", help="Jinja file to use instead of the tokenizer's chat template")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     add("--seed", type=int, default=0, help="of the positions and the generator [0]")
     add("--max-bad-records", type=float, default=0.01, help="share of unusable records that ends the command [0.01]")
     for item in dataclasses.fields(Recipe):
@@ -263,32 +277,14 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     return own
 
 
-def load(own: argparse.Namespace):
-    """(model, tokenizer) on the GPU where there is one, in bfloat16 there and in float32 on the CPU."""
-    import transformers
-
-    cuda = torch.cuda.is_available()
-    keywords: dict[str, Any] = {"dtype": torch.bfloat16 if cuda else torch.float32}
-    if own.load_4bit:
-        if not cuda or not transformers.utils.is_bitsandbytes_available():
-            raise UserError("--load-4bit needs a CUDA device and the bitsandbytes package")
-        keywords["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(own.model)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            own.model, device_map={"": 0} if cuda else None, **keywords)
-    except Exception as error:  # each library has its own classes for a wrong path, an unreachable hub, a broken file
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--model {own.model} cannot be loaded: {type(error).__name__}: {reason}") from error
-    return model, tokenizer
-
-
 def main(argv: list[str]) -> None:
     try:
         own = read_flags(argv)
-        model, tokenizer = load(own)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        half = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        path = package_file(own.model) if own.model.startswith("package:") else own.model
+        tokenizer = load_tokenizer(path, own)
+        model = load_pretrained(path, own, device, torch.bfloat16 if half else torch.float32)
         bad = BadRecords(own.text)
         if own.text == "generated":
             docs: Iterable[Document] = documents(own.documents or 2000, own.seed)
