@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -147,6 +148,53 @@ class Reconstructor(nn.Module):
         with torch.no_grad():
             for name, p in own.items():
                 p.copy_(saved[name])
+
+
+class Critic:
+    """Trains a reconstructor: one optimizer step on a batch of explanations and the activations that they explain.
+
+    Micro-batches, clipping and the guard against gradients that are not finite are those of the policy's update; the
+    optimizer is 8-bit where bitsandbytes runs.
+    """
+
+    def __init__(self, model: Reconstructor, lr: float, budget: int = 8192, max_norm: float = 1.0):
+        self.model, self.lr, self.budget, self.max_norm = model, lr, budget, max_norm
+        self.weights = list(model.trainable().values())
+        kind = torch.optim.AdamW
+        if model.device.type == "cuda" and importlib.util.find_spec("bitsandbytes"):
+            import bitsandbytes
+
+            kind = bitsandbytes.optim.AdamW8bit
+        self.optimizer = kind(self.weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, rows: Sequence[list[int]], gold: Tensor, lr: float | None = None) -> dict[str, float]:
+        """One step on token ids of b texts and gold (b, D): loss (the mean normalised error), the gradient's norm
+        before clipping, and 1 where it was not finite and weights and moments stay as they are."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr if lr is None else lr
+        total, gold = 0.0, gold.to(self.model.device)
+        for some in batches([len(row) for row in rows], self.budget):
+            error = mse(self.model.predict([rows[i] for i in some]), gold[some], self.model.spec.scale)
+            (error.sum() / len(rows)).backward()
+            total += error.sum().item() / len(rows)
+        norm = torch.nn.utils.clip_grad_norm_(self.weights, self.max_norm or float("inf")).item()
+        finite = math.isfinite(norm) and math.isfinite(total)
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"loss": total, "grad_norm": norm, "skipped": 1 - finite}
+
+    def save(self, folder: Path) -> None:
+        self.model.save(folder)
+        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+
+    def load(self, folder: Path) -> None:
+        """Weights and moments of a checkpoint. UserError where they are not there: never an older critic in silence."""
+        self.model.load_tensors(folder)
+        path = folder / "optimizer.pt"
+        if not path.is_file():
+            raise UserError(f"{folder} holds no optimizer of the critic (optimizer.pt)")
+        self.optimizer.load_state_dict(torch.load(path, map_location=self.model.device, weights_only=True))
 
 
 def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
