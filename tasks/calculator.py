@@ -169,8 +169,8 @@ class Frame:
 
     __slots__ = ("opened", "function", "chains", "start", "end", "counts", "pending", "sign", "commas", "poisoned")
 
-    def __init__(self, opened: int, function: bool = False):
-        self.opened, self.function, self.chains, self.commas, self.poisoned = opened, function, 0, 0, False
+    def __init__(self, opened: int, function: bool = False, poisoned: bool = False):
+        self.opened, self.function, self.chains, self.commas, self.poisoned = opened, function, 0, 0, poisoned
         self.clear()
 
     def clear(self) -> None:
@@ -185,6 +185,7 @@ class Finder:
         self.tokens: list[str] = []
         self.found: list[tuple[int, str]] = []
         self.stack = [Frame(-1)]
+        self.spoiled = 0  # so many of the lowest frames are spoiled, which is done when they come to the top
 
     def finish(self, frame: Frame) -> None:
         """The chain of a frame ends here; it is kept if it is more than a number."""
@@ -197,9 +198,20 @@ class Finder:
 
     def gap(self) -> None:
         """Prose: no bracket that is open here can become part of an expression."""
-        for frame in self.stack:
+        for frame in self.stack[self.spoiled :]:
             self.finish(frame)
-        self.stack = [Frame(-1)]
+        self.stack, self.spoiled = [Frame(-1)], 0
+
+    def spoil(self) -> None:
+        """Something changes the value of its neighbours: nothing that is open here is what it seems."""
+        self.spoiled = len(self.stack)
+        self.settle()
+
+    def settle(self) -> None:
+        if len(self.stack) <= self.spoiled:
+            self.stack[-1].clear()
+            self.stack[-1].poisoned = True
+            self.spoiled = len(self.stack) - 1
 
     def operand(self, start: int, end: int, counts: bool) -> None:
         frame = self.stack[-1]
@@ -232,10 +244,12 @@ class Finder:
                  and not frame.poisoned)
         if whole:
             self.stack.pop()
+            self.settle()
             self.operand(frame.opened, at, frame.counts or frame.function)
         else:
             self.finish(frame)
             self.stack.pop()
+            self.settle()
             self.finish(self.stack[-1])
             self.stack[-1].poisoned = True
 
@@ -250,10 +264,14 @@ class Finder:
             self.gap()
 
     def read(self, text: str) -> None:
+        joined = False  # the token before is an operand and nothing stands between
         for match in TOKEN.finditer(text):
             kind, token = match.lastgroup, match[0]
+            before, joined = joined, kind in ("number", "constant")
             if kind in ("space", "blank"):
                 continue
+            if before and kind in ("number", "constant", "open", "function"):  # 2(3+4): what it means is not written
+                self.spoil()
             at = len(self.tokens)
             self.tokens.append(re.sub(r"[ \t]+", "", token))
             if kind == "number" and "," in token:
@@ -264,15 +282,14 @@ class Finder:
             elif kind == "sign":
                 self.sign(at, token)
             elif kind in ("open", "function"):
-                self.stack.append(Frame(at, kind == "function"))
+                self.stack.append(Frame(at, kind == "function", self.stack[-1].poisoned and before))
             elif kind == "close":
                 self.close(at)
+                joined = self.stack[-1].end == at and self.stack[-1].counts  # (1) alone may number what follows
             elif kind == "comma":
                 self.comma()
-            elif kind == "odd":  # it changes the value of its neighbours
-                for frame in self.stack:
-                    frame.clear()
-                    frame.poisoned = True
+            elif kind == "odd":
+                self.spoil()
             else:
                 self.gap()
         self.gap()

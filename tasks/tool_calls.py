@@ -141,17 +141,18 @@ def clean(text: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ reading calls
-TAG = re.compile(r"<(/?)(think|thinking|tool_call)\s{0,8}>", re.I)
+TAG = re.compile(r"<(/?)(think|thinking|tool_call)(?:\s[^<>]{0,80})?>", re.I)
 SPACE = re.compile(r"\s*")
 
 
 def parse_tool_calls(text: str, names: tuple[str, ...] = (*TOOLS, *ALIASES)) -> list[dict]:
     """The calls of a turn, in order, as dicts: name, arguments (a dict), canonical (bool), error (text or None).
 
-    Read are `<tool_call>{"name": …, "arguments": {…}}</tool_call>` blocks; a block that cannot be read is an entry with
-    an error. Only where there is no block, function-style text such as `calculate_math("1+1")` is read, for the tools
-    in `names`. Not a word inside a think section counts: from `<think>` to `</think>` or the end, and all that
-    precedes a `</think>` whose opening tag stood in the prompt. `canonical` is true only for the exact first form.
+    Read are `<tool_call>{"name": …, "arguments": {…}}</tool_call>` blocks, as JSON or as a Python literal; one that
+    cannot be read is an entry with an error. Only where there is no block, function-style text such as
+    `calculate_math("1+1")` is read, for the tools in `names`. Not a word inside a think section counts: from `<think>`
+    to `</think>` or the end, and all that precedes a `</think>` whose opening tag stood in the prompt. `canonical` is
+    true only for the exact first form.
     """
     calls, prose, blocks = read_blocks(text)
     if not blocks:
@@ -183,10 +184,11 @@ def read_blocks(text: str) -> tuple[list[dict], list[str], bool]:
 
 def read_block(text: str, at: int) -> tuple[list[dict], int]:
     """The calls of the block whose content begins at `at`, and where reading goes on."""
-    values, end, reason = [], SPACE.match(text, at).end(), None
+    values, end, reason, strict = [], SPACE.match(text, at).end(), None, True
     try:
         while text[end : end + 1] in ("{", "[") and text[end : end + 1]:
-            value, end = DECODER.raw_decode(text, end)
+            value, end, exact = decode(text, end)
+            strict = strict and exact
             values += value if isinstance(value, list) else [value]
             end = SPACE.match(text, end).end()
         reason = None if values else "the block holds no JSON object"
@@ -199,7 +201,7 @@ def read_block(text: str, at: int) -> tuple[list[dict], int]:
         reason = "there is text after the JSON object"
     if reason is None and not closed:
         stop = end
-    calls = [broken(reason)] if reason else [as_call(value, closed and len(values) == 1) for value in values]
+    calls = [broken(reason)] if reason else [as_call(value, closed and strict and len(values) == 1) for value in values]
     return calls, tag.end() if closed else stop
 
 
@@ -208,6 +210,49 @@ def refuse(constant: str):
 
 
 DECODER = json.JSONDecoder(parse_constant=refuse)
+LOOSE_DECODER = json.JSONDecoder(parse_constant=refuse, strict=False)
+LOOSE = re.compile(r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')
+    |(?P<open>[{\[])|(?P<close>[}\]])|(?P<sign>[:,])
+    |(?P<word>None|True|False|null|true|false)(?!\w)|(?P<number>-?[0-9][0-9.eE+-]{0,40}))""", re.S | re.X)
+WORDS = {"None": "null", "True": "true", "False": "false"}
+INSIDE = re.compile(r"""\\.|\"""", re.S)
+
+
+def decode(text: str, at: int) -> tuple[object, int, bool]:
+    """The value that begins at `at`, where it ends, and whether it is strict JSON. Raises ValueError, RecursionError.
+
+    Read too are Python's words and quotes, line ends within a text and a comma before a closing bracket: tokens are
+    rewritten as JSON in one pass, and nothing is evaluated.
+    """
+    try:
+        return *DECODER.raw_decode(text, at), True
+    except ValueError as error:
+        written, depth, end = [], 0, at
+        while match := LOOSE.match(text, end):
+            end, kind, token = match.end(), match.lastgroup, match[match.lastgroup]
+            depth += (kind == "open") - (kind == "close")
+            if kind == "close" and written[-1:] == [","]:
+                written.pop()
+            written.append(json_text(token) if kind == "text" else WORDS.get(token, token))
+            if depth == 0:
+                break
+        if depth or not written:
+            raise error
+        return LOOSE_DECODER.decode("".join(written)), end, False
+
+
+def json_text(token: str) -> str:
+    """A text in either kind of quotes, in JSON's."""
+    inner = INSIDE.sub(lambda m: {"\\'": "'", '"': '\\"'}.get(m[0], m[0]), token[1:-1])
+    return f'"{inner}"'
+
+
+def decode_all(text: str):
+    """The one value of a text; ValueError where anything follows it."""
+    value, end, _ = decode(text, SPACE.match(text).end())
+    if text[end:].strip():
+        raise ValueError("there is text after the value")
+    return value
 
 
 def broken(reason: str, name: str = "") -> dict:
@@ -229,7 +274,7 @@ def as_call(value, canonical: bool) -> dict:
         return broken("the call names no tool")
     if isinstance(arguments, str):
         try:
-            arguments = DECODER.decode(arguments) if arguments.strip() else {}
+            arguments = decode_all(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             return broken("the arguments are no JSON object", name)
     if arguments is None:
@@ -268,7 +313,8 @@ def split_arguments(text: str, start: int) -> tuple[list[str] | None, int]:
             if open_.pop() != CLOSES[sign]:
                 return None, at
             if not open_:
-                return ([part.strip() for part in parts] if any(map(str.strip, parts)) else []), at
+                parts = [part.strip() for part in parts]
+                return parts if parts[-1] else parts[:-1], at
         if sign in "([{":
             open_.append(sign)
         if sign == "," and len(open_) == 1:
@@ -295,6 +341,8 @@ def bind(name: str, pieces: list[str]) -> dict:
 
 def literal(text: str):
     """A quoted text without its quotes, a number as a number, anything else as the text that it is."""
+    if len(text) > 1 and text[0] in "“”‘’" and text[-1] in "“”‘’":
+        return text[1:-1]
     if re.fullmatch(r'"(?:[^"\\]|\\.)*"' r"|'(?:[^'\\]|\\.)*'", text, re.S):
         try:
             return ast.literal_eval(text)

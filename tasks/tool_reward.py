@@ -9,7 +9,7 @@ from collections import Counter
 
 from data import Rollout
 from rewards import repetition
-from tasks.calculator import calculate, same_expression
+from tasks.calculator import NORMAL_PROSE, calculate, same_expression
 from tasks.tool_calls import ALIASES, parse_tool_calls
 
 PREFERRED = "calculate_math"
@@ -47,7 +47,9 @@ class Events:
     unfinished: bool
 
 
-THOUGHT = re.compile(r"<think(?:ing)?\s{0,8}>.*?(?:</think(?:ing)?\s{0,8}>|\Z)", re.I | re.S)
+ENDS = r"(?:ing)?(?:\s[^<>]{0,80})?>"
+THOUGHT = re.compile(rf"<think{ENDS}.*?(?:</think{ENDS}|\Z)", re.I | re.S)
+LATE_END = re.compile(rf"</think{ENDS}", re.I)
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
 BLOCK = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.S)
 
@@ -77,10 +79,7 @@ def read_events(rollout: Rollout) -> Events:
 
 def without_thoughts(text: str) -> str:
     """The text outside think sections; what precedes a closing tag without an opening one is a thought too."""
-    text = THOUGHT.sub(" ", text)
-    for tag in ("</think>", "</thinking>"):
-        text = text.rpartition(tag)[2]
-    return text
+    return LATE_END.split(THOUGHT.sub(" ", text))[-1]
 
 
 # ---- values
@@ -88,12 +87,27 @@ NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:[e
 SPLITS = (re.compile(r"[，、;；\n]|,(?![0-9]{3}(?![0-9]))"), re.compile(r"[,，、;；\n]"))
 
 
+# What makes a number in an item another one: a denial, a bound, a magnitude, signs that NUMBER does not read.
+OTHER = re.compile(r"""\b(?:not|no|never|neither|nor|without|except|cannot|wrong|incorrect|false|or
+    |than|least|most|under|over|above|below|thousand|million|billion|trillion|hundred|dozen)\b|(?<=[0-9])\s?(?:k|bn)\b
+    |n['’]t\b|[不非否没無无万亿億萬]|千(?![克米])|百(?!分)|[<>!≠≤≥^√∛∞]|[²³¹⁰⁴-⁹½⅓⅔¼¾⅕⅙⅛]
+    |[0-9]\s?[*x/]\s?$""", re.I | re.X)
+SIGNED = re.compile(r"\b(?:minus|negative)\s+(?=[0-9])|负\s?(?=[0-9])", re.I)
+MOST_WORDS = 6  # beside its number, of an item that still states it
+
+
 def value_of(text: str) -> float | str:
-    """What a gold or an item of an answer says: its only number, or the one after its last '=', else the text."""
-    text = " ".join(text.rpartition("=")[2].split()).strip("`*$ .。")
-    numbers = NUMBER.findall(text)
-    # a date, a time or a second number make it a text
-    if len(numbers) != 1 or re.search(r"[0-9][-/:][0-9]", text):
+    """What a gold or an item of an answer says: its only number, or the one after its last '=', else the text.
+
+    An item that does not plainly state its number, such as 'not 19', 'x != 19', '19 million' or 'over 19', is a text.
+    """
+    text = SIGNED.sub("-", " ".join(text.translate(NORMAL_PROSE).split()))
+    if OTHER.search(text):
+        return text.casefold()
+    text = text.rpartition("=")[2].strip("`*$ .。")
+    numbers, words = NUMBER.findall(text), len(text.split())
+    # a date, a time, digits of another script or a second number make it a text
+    if len(numbers) != 1 or words > MOST_WORDS + 1 or re.search(r"[0-9][-/:][0-9]|(?![0-9])\d", text):
         return text.casefold()
     return float(numbers[0].replace(",", ""))
 

@@ -177,6 +177,24 @@ def test_each_component_by_hand(said, name, value):
     assert found_in(*said)[name] == pytest.approx(value)
 
 
+@pytest.mark.parametrize("text, value", [
+    ("19", 19), ("１９", 19), ("−19", -19), ("负19", -19), ("minus 19", -19), ("$1,200.50", 1200.5), ("19 km", 19),
+    ("5 千米", 5), ("the answer is 19", 19), ("1+2=3", 3), ("\\boxed{19}", 19), ("≈3.33", 3.33), ("=-4", -4),
+    ("19.", 19), ("amount 19", 19), ("19 points", 19),
+])
+def test_an_item_states_its_number(text, value):
+    assert value_of(text) == value
+
+
+@pytest.mark.parametrize("text", [
+    "not 19", "NOT 19", "x != 19", "x ≠ 19", "isn't 19", "不是19", "并非19", "19 is wrong", "over 19", "less than 19",
+    "at least 19", "<19", "19²", "√19", "19½", "19!", "19 million", "19万", "19k", "19 or so", "19 (not 20)", "19^",
+    "1 234", "٣19", "I first thought that it could be 19", "never 19", "without 19", "19 thousand", "isn’t 19",
+])
+def test_an_item_that_denies_bounds_or_scales_its_number_does_not_state_it(text):
+    assert isinstance(value_of(text), str)
+
+
 def test_a_rollout_that_still_wants_a_tool_is_unfinished():
     assert found_in(ONE, stop="unfinished")["unfinished"] == 1
 

@@ -52,7 +52,13 @@ def test_other_spellings_are_read_but_not_canonical(value):
 
 
 @pytest.mark.parametrize("content", [
-    "", "{", "{'key': True, 'b': None}", '{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": [1]}',
+    "", "{", "{'key': True, 'b': None}", "{'name': 'f', 'arguments': {1: 2}}", "{'name': f(), 'arguments': {}}",
+    "{'name': 'f', 'arguments': {'x': 1j}}", "{'name': 'f', 'arguments': {**{}}}",
+    "{'name': 'f' + 'g', 'arguments': {}}",
+    "{'name': 'f', 'arguments': {'x': nan}}", "{'name': 'f', 'arguments': {'x': '\\x41'}}", "{'a': " * 50_000,
+    "{'name': 'f', 'arguments': {'x': " + "9" * 5000 + "}}", "{name: 'f', arguments: {}}",
+    "{'name': 'f', 'arguments': ",
+    '{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": [1]}',
     '{"name": "f", "arguments": "1+1"}', '{"arguments": {}}', '{"name": 3, "arguments": {}}', "3", "[3]", "words",
     json.dumps(A) + "}", json.dumps({"name": "f", "arguments": json.dumps(json.dumps({"a": 1}))}), "[" * 5000,
 ])
@@ -60,6 +66,38 @@ def test_an_unreadable_block_is_one_error_not_silence(content):
     (call,) = parse_tool_calls(block(content))
     assert call["error"] and not call["canonical"] and call["arguments"] == {}
     assert run_call(call, ALLOWED).startswith("error: ")
+
+
+LITERALS = [
+    ("{'name': 'f', 'arguments': {'key': True, 'b': None, 'c': False}}", {"key": True, "b": None, "c": False}),
+    ("{'name': 'f', 'arguments': {'expression': '1+1'}}", {"expression": "1+1"}),
+    ("{'name': 'f', 'arguments': {'q': \"what's\", 'r': 'say \"hi\"', 's': 'it\\'s', 't': \"a\\'b\"}}",
+     {"q": "what's", "r": 'say "hi"', "s": "it's", "t": "a'b"}),
+    ("{'name': 'f', 'arguments': {'q': '</tool_call> {', 'r': [1, -2.5e3, [], {}]}}",
+     {"q": "</tool_call> {", "r": [1, -2500.0, [], {}]}),
+    ('{"name": "f", "arguments": {"a": true, \'b\': None,},}', {"a": True, "b": None}),
+    ('{"name": "f", "arguments": {"code": "if x:\n\ty()"}}', {"code": "if x:\n\ty()"}),
+    ("{'name': 'f', 'arguments': \"{'a': 1}\"}", {"a": 1}), ("{'name': 'f', 'arguments': {'é': '时间 \\u00e9 \\n'}}",
+                                                          {"é": "时间 é \n"}),
+]
+
+
+@pytest.mark.parametrize("content, arguments", LITERALS)
+def test_a_python_literal_is_read_but_is_not_canonical(content, arguments):
+    first, second = parse_tool_calls(block(content) + block(A))
+    assert first == {"name": "f", "arguments": arguments, "canonical": False, "error": None} and second["canonical"]
+    assert all(type(first["arguments"][key]) is type(value) for key, value in arguments.items())
+
+
+@FEW
+@given(st.dictionaries(st.text(max_size=6), st.recursive(
+    st.none() | st.booleans() | st.integers(-10**6, 10**6) | st.text("a'\"{}[]:,</>\\ é时\n\t", max_size=8),
+    lambda inner: st.lists(inner, max_size=3), max_leaves=6), max_size=3))
+def test_what_python_writes_comes_back(arguments):
+    (call,) = parse_tool_calls(block(repr({"name": "f", "arguments": arguments})))
+    plain = json.dumps(arguments)
+    assert call["error"] or call["arguments"] == arguments  # an escape that only Python has (\\x00) is an error
+    assert call["error"] is None or "\\u00" in plain or "\\u2" in plain or "\\ue" in plain or "\\ud" in plain, plain
 
 
 @pytest.mark.parametrize("text", ["what's the weather", "if (x) { log(y)", "</tool_call>",
@@ -88,7 +126,8 @@ def test_a_call_that_is_cut_off_is_reported_and_the_next_is_read(cut):
 # ---- thoughts
 @pytest.mark.parametrize("text", [
     f"<think>{block(A)}</think>", f"<think>{block(A)}", f"{block(A)}</think>", f"<think>a<think>{block(A)}</think>b",
-    f"<think>{block(A)}</think>{block(A)}</think>", f"<THINK>\n{block(A)}", f"<thinking>{block(A)}</thinking>",
+    f"<think>{block(A)}</think>{block(A)}</think>", f"<think >{block(A)}",
+    f"<think mode='x'>{block(A)}</think >", f"<THINK>\n{block(A)}", f"<thinking>{block(A)}</thinking>",
     "<think>calculate_math('1+1')", "calculate_math('1+1')</think>",
     f"use <tool_call> here <think>{block(A)}", f"<tool_call>{{<think>{block(A)}</think>",
     f"<think><tool_call></think></tool_call><think>{block(A)}",
@@ -108,6 +147,9 @@ def test_calls_between_two_thoughts_count():
     ('calculator(expression="(1+2)*3")', [("calculator", {"expression": "(1+2)*3"})]),
     ("calculate_math((1+2)*3)", [("calculate_math", {"expression": "(1+2)*3"})]),
     ("calculate_math('if (x) { log(y)')", [("calculate_math", {"expression": "if (x) { log(y)"})]),
+    ("calculate_math(“1+1”)", [("calculate_math", {"expression": "1+1"})]),
+    ("calculator(expression = '2',)", [("calculator", {"expression": "2"})]),
+    ("it's 5; calculate_math('3+4') isn't", [("calculate_math", {"expression": "3+4"})]),
     ("unit_converter(5, 'km', to_unit='mile')",
      [("unit_converter", {"value": 5, "from_unit": "km", "to_unit": "mile"})]),
     ("get_current_time() then calculate_math(\"2\")", [("get_current_time", {}), ("calculate_math",
@@ -134,7 +176,9 @@ def test_a_broken_function_call_is_an_error(text):
 # ---- hostile text
 WEARING = ["{", "<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{"a":[', "<think>", "</think>", "<", "(",
            "<think><tool_call>", "calculator(", "calculator('", 'calculator("\\', "<tool_call>{}", "1+", "(1+", "sqrt(",
-           "((1+2)", "1:", "1-1-", "1,", "-", "²", "log(1,", "2024-", "e", "[", "\\\"", "<tool_call>{<think>"]
+           "((1+2)", "1:", "1-1-", "1,", "-", "²", "log(1,", "2024-", "e", "[", "\\\"", "<tool_call>{<think>",
+           "<tool_call>{'", "<tool_call>{'a':\"", "<tool_call>{'a':1,", "<tool_call>{'\\", "'", "<tool_call>{'a':'",
+           "<tool_call ", "<think a", "2(", "2(3+4)", "(²", "(1+1)²(", "<tool_call>{'a':None,'b':["]
 
 
 @pytest.mark.parametrize("piece", WEARING)
@@ -246,7 +290,9 @@ def test_any_text_has_a_finite_value_or_a_reason(text):
     ("1,234+5", ["1234+5"]),
     ("1+2，345+6", ["1+2", "345+6"]), ("((1+2)*3", ["(1+2)*3"]), ("log(8,2)+1", ["log(8,2)+1"]), ("3*-2", ["3*-2"]),
     ("3+5²", []), ("√16+2", []), ("3x+5=2", []), ("covid-19-5", []), ("version 1.2.3-4", []), ("x*3+5", []), ("1+", []),
-    ("2^10 和 2**3", ["2^10", "2**3"]), ("abs(-5) pi*2", ["abs(-5)", "pi*2"]), ("٣5+2", []),
+    ("2^10 和 2**3", ["2^10", "2**3"]), ("abs(-5) pi*2", ["abs(-5)", "pi*2"]), ("٣5+2", []), ("2(3+4)", []),
+    ("6÷2(1+2)", []), ("(1+2)3和5+6", ["5+6"]), ("(1)2+3 (2)4*5", ["2+3", "4*5"]), ("5+2(3+4)+1 and 7+8", ["7+8"]),
+    ("2sqrt(16)+1", []), ("2pi+1", []),
     (" ".join(f"{i}+{i}," for i in range(1, 20)), [f"{i}+{i}" for i in range(1, 9)]),
 ])
 def test_expressions_are_found_in_order(text, expected):
