@@ -1459,6 +1459,7 @@ def sync(path: Path) -> None:
 def save_checkpoint(run: Run, policy: Policy, optimizer: Optimizer, state: dict, args) -> None:
     """checkpoints/step_N: the weights, the optimizer and `state`, whole or not at all, after all that was logged."""
     def fill(folder: Path) -> None:
+        policy.task.save(folder)
         save_model(policy, folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
         (folder / "state.json").write_text(strict_json(state | {"made_with": made_with(args)}))
@@ -1566,6 +1567,7 @@ def load_checkpoint(policy: Policy, optimizer: Optimizer, path: Path, override: 
                 raise KeyError(*wrong[:3])
         optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location=policy.device, weights_only=True))
         policy.task.load_state_dict(state["task"])
+        policy.task.load(path)
     except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(f"{path} does not fit --model {policy.args.model} and this task: {reason}") from error
@@ -1756,6 +1758,14 @@ def run_evaluation(policy: Policy, task: Task, args, step: int) -> tuple[dict, l
     return metrics, records
 
 
+def report(task: Task, run: Run, step: int, records: list[dict]) -> None:
+    try:
+        for line in task.report(step, records, run.folder):
+            run.say(line)
+    except OSError as error:
+        run.say(f"  warning: the task's report could not be written: {error.strerror}")
+
+
 def best_saved(run: Run) -> dict | None:
     """The evaluation of the weights in checkpoints/best, with its step."""
     folder = run.folder / "checkpoints" / "best"
@@ -1853,6 +1863,7 @@ def main(argv: list[str] | None = None) -> int:
             evals.append({"step": 0, **metrics})
             say("before training: held-out " + ", ".join(
                 f"{k} {metrics[k]:.3f}" for k in ("reward", "accuracy") if metrics[k] is not None))
+            report(task, run, 0, records)
 
         for step in range(state["step"] + 1, args.steps + 1):
             clock, failure = Clock(), None
@@ -1910,6 +1921,8 @@ def main(argv: list[str] | None = None) -> int:
             whole = True
             reporter.log(row)
             say(console_line(row, args))
+            if "eval_reward" in row:
+                report(task, run, step, records)
             say.bar.update(1)
             for kind, text in advice(rows, args).items():
                 if step - warned.get(kind, -math.inf) >= 25:

@@ -319,9 +319,9 @@ class NlaTask(Task):
             self.critic.load(folder / "critic")
 
     def ended(self, rows: list[dict]) -> list[str]:
-        if rows and all(row.get("extraction_rate") == 0 for row in rows):
-            raise TrainingFailed("no completion held an <explanation>…</explanation>: nothing was learned; begin from a "
-                                 "warm start (python -m tasks.nla sft), or raise --max-new")
+        if len(rows) >= 20 and all(row.get("extraction_rate") == 0 for row in rows):
+            raise TrainingFailed("no completion held an <explanation>…</explanation>: nothing was learned; begin from "
+                                 "a warm start (python -m tasks.nla sft), or raise --max-new")
         return ["reading guide: FVE says how well the text lets the vector be rebuilt, not that what it says is true; "
                 "where it stays as high with every content word replaced, the words carry the kind of place, not its "
                 "content; against another document's vector it should be under 0"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import math
 import re
 import sys
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 
-from data import BadRecords, Prompt, UserError, rng_of, seed_of
+from data import Prompt, UserError, rng_of, seed_of
 from tasks import reconstructor, sft
 from tasks.injection import Injection
 from tasks.nla import HELD_SHARE, clipped, replace_words
@@ -39,10 +40,10 @@ from tasks.reconstructor import Critic, Spec, baselines, fve, mse
 from tasks.tiny import TINY, cached, supervised_ids, tiny_tokenizer
 
 MARKER = "<|act|>"
-SMOKE = {"documents": 1500, "layers": 3, "layer": 1, "inject_layer": 0,
-         "base": {"steps": 500, "batch": 16, "lr": 5e-3},
+SMOKE = {"documents": 1500, "layers": 3, "layer": 2, "inject_layer": 0,
+         "base": {"steps": 400, "batch": 16, "lr": 5e-3},
          "verbalizer": {"steps": 250, "batch": 16, "lr": 3e-3},
-         "reconstructor": {"steps": 300, "batch": 16, "lr": 3e-3}}
+         "reconstructor": {"steps": 400, "batch": 16, "lr": 3e-3}}
 TINY_RECIPE = Recipe(marker=MARKER, prompt="say <INJECT> .", template="{explanation}\n:")
 
 
@@ -125,7 +126,7 @@ def build_tiny(folder: Path, say: Callable[[str], None]) -> None:
     base, path = fit_base(docs, tokenizer, say), folder / "base"
     for model in (base, tokenizer):
         model.save_pretrained(path)
-    data = prepare(base, tokenizer, SMOKE["layer"], docs, folder / "activations.parquet", 0, TINY_RECIPE, str(path))
+    data = prepare(base, tokenizer, SMOKE["layer"], docs, folder / "activations.parquet", 0, TINY_RECIPE, "base")
     meta = read_meta(data, tokenizer)
     train, held = split_by_document(load_rows(data, 0, meta, 0.0)[0], HELD_SHARE, 0)
 
@@ -135,13 +136,14 @@ def build_tiny(folder: Path, say: Callable[[str], None]) -> None:
     critic = Critic(reconstructor.build(spec, torch.device("cpu"), torch.float32), recipe["lr"])
     for _ in fit_reconstructor(critic, train, recipe["steps"], recipe["batch"], recipe["lr"], 0, say):
         pass
+    critic.model.spec = dataclasses.replace(spec, model="../base")  # the folder is renamed when it is whole
     critic.model.save(folder / "reconstructor")
     given = [row.text for row in held]
     say(f"  reconstructor: held-out FVE {held_fve(critic.model, given, held):.3f} from the captions, "
         f"{held_fve(critic.model, [randomise_slots(text, 0) for text in given], held):.3f} with their content words "
         "replaced")
 
-    rough = [ActivationRow(row.prompt, row.vector, row.doc_id, rough_caption(row.text, i)) for i, row in enumerate(train)]
+    rough = [dataclasses.replace(row, text=rough_caption(row.text, i)) for i, row in enumerate(train)]
     own = types.SimpleNamespace(**SMOKE["verbalizer"], micro_batch=SMOKE["verbalizer"]["batch"], seed=0, context=512)
     for _ in fit_verbalizer(base.train(), tokenizer, rough, meta, SMOKE["inject_layer"], own, quiet(say, "verbalizer")):
         pass

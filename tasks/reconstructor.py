@@ -29,7 +29,7 @@ NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 class Spec:
     """What a saved reconstructor was made with; all of it decides what its tensors mean."""
 
-    model: str  # folder or hub id of the base
+    model: str  # folder or hub id of the base; a relative path is looked for beside the saved one first
     layer: int  # K: the state after this decoder layer is read
     scale: float  # norm of normalised activations
     template: str  # the prompt, with {explanation}
@@ -93,6 +93,9 @@ class Reconstructor(nn.Module):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text in the template. ValueError where they are too many: a cut prompt would be read at
         another place than the template's end."""
+        if len(text) > 64 * self.longest:
+            raise ValueError(f"{len(text)} characters, more than {self.longest} tokens may have")
+        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
         for mark in self.marks:  # no text of a policy may pass for a mark of the layout
             text = text.replace(mark, " ")
         ids = self.tokenizer.encode(self.spec.template.replace("{explanation}", text))
@@ -272,6 +275,7 @@ def load(folder: str | Path, device: torch.device, dtype: torch.dtype, load_4bit
         bits = {True: "4-bit", False: "16-bit"}
         raise UserError(f"{folder} was trained on a {bits[spec.load_4bit]} base and is wrong on a {bits[load_4bit]} "
                         "one; load the base as it was trained, or train another (python -m tasks.nla reconstruct)")
-    model = build(spec, device, dtype)
+    beside = folder / spec.model
+    model = build(dataclasses.replace(spec, model=str(beside)) if beside.is_dir() else spec, device, dtype)
     model.load_tensors(folder)
     return model
