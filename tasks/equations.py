@@ -4,141 +4,40 @@ What a model wrote is never evaluated. It is cut into tokens, read by a small gr
 tree that keeps the limits (length, nodes, size of constants, powers, nesting) of allowed names and functions becomes
 SymPy, whose own arithmetic could otherwise be kept busy for ever by 9^9^9^9. Spellings that are read:
 
-    d2x/dt2 = …, d^2x/dt^2 = …, x'' = …, \ddot{x} = …, \frac{d^2x}{dt^2} = …, ẍ = …, x_ddot = …
+    d2x/dt2 = …, d^2x/dt^2 = …, x'' = …, \ddot{x} = …, \frac{d^2x}{dt^2} = …, ẍ = …, x_ddot = …, d^2/dt^2 x = …
     dx/dt = v; dv/dt = …        (also on two lines, or with a comma or 'and' between)
-    ^ or **, 2x, k x, kx, k(x), |v|, sin x, sin^2(x), x², ·, ×, −, √, Greek letters, \frac{a}{b}, x(t)
+    ^ or **, 2x, k x, kx, k(x), |v|, sin x, sin^2(x), x², ½, ·, ×, −, √, Greek letters, \frac{a}{b}, x(t), sgn, ln
 
-Refused as ambiguous: `k/2m`, `sin 2x`, `sin x^2`, `dx/dt^2`. Fractional powers of negative numbers are a domain error.
+Refused as ambiguous: `k/2m`, `sin 2x`, `sin x^2`, `dx/dt^2`, `2x (2)`. Euler's number is only in exp: `e` and `E`
+are names. Fractional powers of negative numbers are a domain error.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import re
-import unicodedata
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 import sympy
 
-LENGTH, NODES, DEPTH = 400, 80, 20  # characters, nodes of the tree, brackets within brackets
+from tasks.equation_text import LENGTH, ParseError, one_spelling
+
+NODES, DEPTH = 80, 20  # nodes of the tree, brackets within brackets
 POWER, CONSTANT = 12, 1e30  # largest power (of a power: their product), largest constant
 FUNCTION_DEPTH, TOWER = 4, 2  # functions within functions: any, and those that grow or oscillate
-TAIL = 20_000  # characters of a completion, from its end, in which the answer is looked for
-
-
-class ParseError(ValueError):
-    """The text is no equation of this system; the message says why."""
-
-
-# ---- the answer within a completion
-SIDE = r"(?<![A-Za-z_])[d∂]\s*(?:\^|\*\*)?\s*(?:\{?2\}?|²)?\s*\\?[A-Za-zα-ω]\w{0,9}\s*(?:\(t\))?\s*/\s*[d∂]\s*t"
-LEFT_SIDE = re.compile(rf"\\[dt]?frac\s*\{{\s*d|\\d?dot|{SIDE}|[A-Za-zα-ω]\w{{0,9}}(?:['’′″]{{1,2}}|_?d?dot\b)|[ẋẍẏÿ]"
-                       rf"|[A-Za-zα-ω][\u0307\u0308]|[A-Za-zα-ω]\w{{0,9}}\s*=\s*{SIDE}")
-EPILOGUE = re.compile(r"(?i)[,.;]?\s+(?:where|with|for)\b.*|(?:[.,;`$*\s]|\\[)\]])+$")
-FACTOR = re.compile(r"(?<=[\w)}])\s*[-+*/^=|·×⋅(]+\s*$|(?<![A-Za-z'’])[A-Za-zα-ω0-9)]\s*$|(?<!\*)[-+]$")
-BAD_ESCAPE = re.compile(r'\\(?![\\"/bfnrtu])')
-SWALLOWED = {"\t": r"\t", "\x0c": r"\f", "\x08": r"\b", "\r": r"\r"}  # \theta, \frac, \beta, \rho in JSON
-
-
-def read_answer(text: str) -> tuple[str, dict[str, float]]:
-    """The equation that a completion ends on and the parameter values it states. ParseError without an equation.
-
-    The last JSON object with an `equation` counts, in prose or in a code fence; without one, the last lines that are
-    equations. `params` are numbers by name; what is no finite number among them is left out.
-    """
-    text = text[-TAIL:]
-    decoder = json.JSONDecoder(strict=False)
-    for start in [m.start() for m in re.finditer(r"\{", text)][:-200:-1]:
-        answer = _json_at(decoder, text[start:])
-        if isinstance(answer, dict) and (found := answer.get("equation", answer.get("equations"))) is not None:
-            if isinstance(found, list) and all(isinstance(line, str) for line in found):
-                found = "; ".join(found)
-            if not isinstance(found, str):
-                raise ParseError("the equation in the JSON answer is no text")
-            for character, spelling in SWALLOWED.items():
-                found = re.sub(character + r"(?=[A-Za-z])", lambda _, s=spelling: s, found)
-            return found, _numbers(answer.get("params"))
-    lines, taken = text.splitlines(), []
-    for line in reversed(lines[-400:]):
-        found = LEFT_SIDE.search(line[:2000]) if "=" in line else None
-        if found:
-            factor = FACTOR.search(line[: found.start()])  # m*x'' = … is no equation for x''
-            taken.insert(0, EPILOGUE.sub("", line[factor.start() if factor else found.start():][:2000]).strip())
-        elif taken and line.strip():
-            break
-    if not taken:
-        raise ParseError("no JSON answer and no equation")
-    return "; ".join(taken), {}
-
-
-def _json_at(decoder: json.JSONDecoder, text: str):
-    for candidate in (text, BAD_ESCAPE.sub(r"\\\\", text[:4000])):
-        try:
-            return decoder.raw_decode(candidate)[0]
-        except (ValueError, RecursionError):
-            continue
-    return None
-
-
-def _numbers(params) -> dict[str, float]:
-    """The finite numbers of a JSON object, at most 20, under names that an equation can hold."""
-    found = {}
-    for name, value in list(params.items())[:20] if isinstance(params, dict) else ():
-        if isinstance(value, str) and re.fullmatch(r"\s*[-+]?[\d.]{1,20}(?:e[-+]?\d{1,2})?\s*", value, re.I):
-            value = float(value) if value.count(".") < 2 and any(map(str.isdigit, value)) else None
-        usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= CONSTANT
-        name = GREEK.get(name, name)
-        if usable and re.fullmatch(r"[A-Za-z]\w{0,19}", name) and name.isascii():
-            found[name] = float(value)
-    return found
-
-
-# ---- one spelling
-GREEK = dict(zip("αβγδεζηθικλμνξοπρστυφχψωΓΔΘΛΞΠΣΦΨΩ", (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau upsilon phi chi "
-    "psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega").split(), strict=True))
-SIGNS = {"\u2212": "-", "\u2013": "-", "\u2010": "-", "\u2011": "-", "×": "*", "·": "*", "⋅": "*", "∗": "*", "∙": "*",
-         "\u2022": "*", "÷": "/", "\u2044": "/", "∕": "/", "’": "'", "′": "'", "‘": "'", "″": "''", "”": "''",
-         '"': "''", "√": " sqrt ", "∂": "d", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "µ": " mu ", "ϕ": " phi ",
-         "ϑ": " theta ", "[": "(", "]": ")", "{": "(", "}": ")", "ℓ": " l "}
-SIGNS |= {letter: f" {name} " for letter, name in GREEK.items()}
-SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-SPACES = re.compile(r"\\(?:left|right|[bB]ig[glr]{0,2}|quad|[,;:! ])|&")
-MATHS = {"cdot": "*", "times": "*", "div": "/", "ln": " log ", "lvert": "|", "rvert": "|", "vert": "|", "to": " "}
-
-
-def one_spelling(text: str) -> str:
-    """ASCII with `^`, round brackets and names of Greek letters; derivatives are spelt `d2x/dt2` and `dx/dt`."""
-    text = unicodedata.normalize("NFD", text)
-    text = re.sub(r"(\w)\u0307\u0307|(\w)\u0308", lambda m: f" d2{m[1] or m[2]}/dt2 ", text)
-    text = re.sub(r"(\w)\u0307", r" d\1/dt ", text)
-    text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^({m[0].translate(SUPERSCRIPTS)})", text)
-    text = re.sub(r"\\(d?)dot\s*(?:\{\s*(\\?\w+)\s*\}|(\\?[A-Za-z]+))", lambda m: (
-        f" d{'2' if m[1] else ''}{m[2] or m[3]}/dt{'2' if m[1] else ''} "), text)
-    text = re.sub(r"\\[dt]?frac\s*\{\s*(d[^{}]{0,40}(?:\{2\})?[^{}]{0,20})\}\s*\{\s*(d\s*t[^{}]{0,10}(?:\{2\})?)\s*\}",
-                  r" \1/\2 ", text)
-    text = re.sub(r"_\{(\w{1,9})\}", r"_\1", SPACES.sub(" ", text))
-    text = re.sub(r"\^\s*(?:\{\s*(\d)\s*\}|\((\d)\))", r"^\1\2", text.replace("**", "^"))
-    text = re.sub(r"\\(?:text|mathrm|operatorname)\s*\{(\w{1,12})\}", r" \1 ", text)
-    text = re.sub(r"\\([dt]?frac)\b", " frac ", text)
-    text = re.sub(r"\\([A-Za-z]+)", lambda m: MATHS.get(m[1], f" {m[1]} "), text)
-    text = re.sub(r"(?<=\w)\[", "\0", text)  # x[0] is no product
-    text = "".join(SIGNS.get(c, c) for c in unicodedata.normalize("NFC", text))
-    return re.sub(r"(?<=[A-Za-z]) +(?='|_(?:d?dot)\b)", "", text)
 
 
 # ---- tokens and grammar
-DERIVATIVE = (r"d\s*(?P<two>\^?\s*2)?\s*(?P<of>[A-Za-z]\w*?)\s*(?:\(\s*t\s*\))?\s*/\s*\(?\s*d\s*t"
-              r"(?(two)\s*\^?\s*2\s*\)?|(?!\w))")
-TOKEN = re.compile(rf"\s*(?:(?<![A-Za-z_]){DERIVATIVE}|(?P<primed>[A-Za-z]\w*?)(?P<primes>'{{1,2}}|_?d?dot\b)"
-                   r"(?:\s*\(\s*t\s*\))?|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
+DERIVATIVE = (r"d\s*(?P<two>\^?\s*2)?\s*(?P<of>[A-Za-z]\w*?)\s*(?:\(\s*t\s*\))?\s*/\s*d\s*t(?(two)\s*\^?\s*2|(?!\w))")
+TOKEN = re.compile(rf"\s*(?:(?<![A-Za-z_]){DERIVATIVE}(?:\s*\(\s*t\s*\))?"
+                   r"|(?P<primed>[A-Za-z]\w*?)(?P<primes>'{1,2}|_?d?dot\b)(?:\s*\(\s*t\s*\))?|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
                    r"|(?P<sign>[-+*/^()|]))", re.A)
 FUNCTIONS = {"sin": math.sin, "cos": math.cos, "tan": math.tan, "exp": math.exp, "log": math.log, "ln": math.log,
              "sqrt": math.sqrt, "abs": abs, "Abs": abs, "sign": lambda x: float((x > 0) - (x < 0)), "tanh": math.tanh}
+FUNCTIONS["sgn"] = FUNCTIONS["sign"]
 GROWING = {"sin", "cos", "tan", "exp", "log", "ln", "tanh"}
 
 
@@ -312,6 +211,9 @@ class Grammar:
                 token = self.tokens[self.place]
                 if divided and not token.gap:
                     raise ParseError(f"ambiguous: a product without a sign after a division, before {token.text[:12]}")
+                end = self.tokens[self.place:]
+                if token.gap and [t.kind for t in end] == ["sign", "number", "sign"] and end[1].text.isdigit():
+                    raise ParseError("ambiguous: a number in brackets at the end, a factor or the equation's number")
                 if next_ == "number" and self.tokens[self.place - 1].kind == "number":
                     raise ParseError("two numbers side by side")
                 tree = _node("*", tree, self.power())
@@ -351,7 +253,7 @@ class Grammar:
             return Node("sym", value=symbol)
         if token.kind == "name":
             if token.text == "frac":
-                return _node("/", self.bracket(), self.bracket())
+                return _node("/", self.part(), self.part())
             if token.text in self.names:
                 if [self.peek(i) for i in range(3)] == ["(", "name", ")"] and self.tokens[self.place + 1].text == "t":
                     self.place += 3  # x(t)
@@ -367,6 +269,12 @@ class Grammar:
             self.take("|")
             return _node("abs", tree)
         raise ParseError(f"a value is missing before {token.text}")
+
+    def part(self) -> Node:
+        r"""A part of \frac: brackets, or a single name or digit."""
+        if self.peek() == "number" and len(self.tokens[self.place].text) > 1:
+            raise ParseError("frac needs brackets")
+        return self.bracket() if self.peek() not in ("number", "name") else self.primary()
 
     def bracket(self) -> Node:
         self.take("(")
@@ -429,8 +337,8 @@ def _sympy(node: Node) -> sympy.Expr:
     if node.op in FUNCTIONS:
         if node.op == "sqrt":
             return sympy.Pow(a, sympy.Rational(1, 2))
-        kind = {"ln": sympy.log, "abs": sympy.Abs, "Abs": sympy.Abs}.get(node.op) or getattr(sympy, node.op)
-        return kind(a, evaluate=False)
+        kind = {"ln": "log", "abs": "Abs", "sgn": "sign"}.get(node.op, node.op)
+        return getattr(sympy, kind)(a, evaluate=False)
     if node.op == "/":
         return sympy.Mul(a, sympy.Pow(b, -1))
     if node.op == "-":
@@ -444,6 +352,18 @@ def _expression(tree: Node) -> sympy.Expr:
     if found.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo, sympy.I):
         raise ParseError("a division by zero, or no real value")
     return found
+
+
+def _as_written(e: sympy.Expr) -> sympy.Expr:
+    """With symbols for the numbers that are not whole, which `count_ops` would take for divisions; sqrt a function."""
+    if e.is_Rational and not e.is_Integer:
+        return sympy.Symbol(f"c{abs(e)}") * sympy.sign(e)
+    if e.is_Pow:
+        base = _as_written(e.base)
+        return sympy.Function("sqrt")(base) ** (2 * e.exp) if abs(e.exp) == sympy.S.Half else base**e.exp
+    if e.is_Add or e.is_Mul:
+        return e.func(*map(_as_written, e.args))
+    return e.func(*map(_as_written, e.args), evaluate=False) if e.args else e
 
 
 def parse_expression(text: str, names: Iterable[str]) -> sympy.Expr:
@@ -476,8 +396,11 @@ class Equation:
 
     @functools.cached_property
     def operators(self) -> float:
-        """Operators and functions in the normal form, as `sympy.count_ops` counts them, a mean over the equations."""
-        return sum(sympy.count_ops(e) for e in self.expressions) / len(self.expressions)
+        """Operators and functions in the normal form, as `sympy.count_ops` counts them, a mean over the equations.
+
+        A number is no operator, whether or not it is whole (2.5*x has one, like 2*x), and a square root is one.
+        """
+        return sum(sympy.count_ops(_as_written(e)) for e in self.expressions) / len(self.expressions)
 
 
 def parse(text: str, coordinates, parameters: Iterable[str], declared: dict[str, float] | None = None) -> Equation:
@@ -505,9 +428,9 @@ def parse(text: str, coordinates, parameters: Iterable[str], declared: dict[str,
     found: dict[str, sympy.Expr] = {}
     for left, right in motions:
         name = _coordinate_of(left, coordinates, velocities)
-        if name in found:
+        expression = _expression(Grammar(tokens_of(right), names, derivatives).whole())
+        if found.setdefault(name, expression) != expression:
             raise ParseError(f"two equations for {name}")
-        found[name] = _expression(Grammar(tokens_of(right), names, derivatives).whole())
     if missing := [q.name for q in coordinates if q.name not in found]:
         raise ParseError(f"no equation of motion for {', '.join(missing)}")
     expressions = tuple(found[q.name] for q in coordinates)

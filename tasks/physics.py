@@ -22,7 +22,8 @@ from typing import Any, Literal
 import numpy as np
 
 from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, seed_of
-from tasks.equations import TAIL, Equation, ParseError, read_answer
+from tasks.equation_text import TAIL, ParseError, read_answer
+from tasks.equations import Equation
 from tasks.simulation import SimulationFailed, r_squared, simulate
 from tasks.systems import SYSTEMS, Instance, System, make_instance, system_of
 from tasks.workers import shared_workers

@@ -6,7 +6,7 @@ pass is a random number that only this process knows, handed back after the last
 
 Isolation, the first that passes a check at the start: `bwrap` where it is on the PATH, then user namespaces of our own
 (both: no network, a read-only file system without home, an empty scratch folder in memory), then `limits` (time,
-memory, processes, no sockets, no signals; a root user becomes nobody), where a program can still read and write files.
+memory, processes, no sockets, no signals; a root user becomes nobody; files by Landlock where the kernel has it).
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ try:
     reach.append("network")
 except OSError:
     pass
-reach += ["home" for path in {hidden!r} if os.path.exists(path)]
+for path in {hidden!r}:
+    try:
+        os.listdir(path) if os.path.isdir(path) else open(path).close()
+        reach.append("home")
+    except OSError:
+        pass
 try:
     open({outside!r}, "w")
     reach.append("files")
@@ -108,8 +113,8 @@ class Sandbox:
         self.workers = workers or len(os.sched_getaffinity(0))
         self.lock, self.server, self.control = threading.Lock(), None, None
         self.pool = concurrent.futures.ThreadPoolExecutor(self.workers, "sandbox")
-        self.scratch = Path(tempfile.mkdtemp(prefix="sandbox-"))
-        self.mode, self.refused = "", {}
+        self.scratch = ""  # the folder of the programs' folders; with namespaces these are in memory
+        self.mode, self.refused, self.reach = "", {}, set()
         asked = MODES if mode == "auto" else MODES[:2] if mode == "require" else (mode,)
         for self.mode in asked:
             self.refused[self.mode] = self._probe()
@@ -127,7 +132,8 @@ class Sandbox:
         """One sentence: which isolation programs get, and why no better one."""
         said = {"bwrap": "bubblewrap: no network, read-only files, home hidden",
                 "namespaces": "user namespaces: no network, read-only files, home hidden",
-                "limits": "limits on time, memory and processes, no sockets: programs can read and write files"}
+                "limits": "limits on time, memory and processes, no sockets: programs can "
+                + ("read and write files" if self.reach else "read and write no files but their own")}
         why = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items() if reason)
         return f"sandbox {said[self.mode]}" + (f" (not {why})" if why and self.mode == "limits" else "")
 
@@ -137,23 +143,25 @@ class Sandbox:
             return "not on the PATH"
         if self.mode == "limits" and sys.platform != "linux":
             return "needs Linux"
-        outside = self.scratch / "outside"
-        with socket.socket() as listener:
+        with socket.socket() as listener, tempfile.TemporaryDirectory(prefix="sandbox-probe-") as outside:
+            os.chmod(outside, 0o777)
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            source = PROBE.format(port=listener.getsockname()[1], hidden=hidden_paths(), outside=str(outside))
+            source = PROBE.format(port=listener.getsockname()[1], hidden=hidden_paths(), outside=f"{outside}/file")
             try:
                 result = self.run_job(Job(source, timeout=5.0))
             except (OSError, RuntimeError) as error:
                 return str(error)
-        reach = set(result.output.split()) - ({"home", "files"} if self.mode == "limits" else set())
-        return "" if result.ok and not reach else f"a program reaches {result.output.strip()[-200:] or 'nothing'}"
+        self.reach = set(result.output.split())
+        held = self.reach <= ({"home", "files"} if self.mode == "limits" else set())
+        return "" if result.ok and held else f"a program reaches {result.output.strip()[-200:] or 'nothing'}"
 
     def start_server(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
+            self.scratch = tempfile.mkdtemp(prefix="sandbox-") if self.mode == "limits" else ""
             command = [sys.executable, "-P", "-s", "-S", str(SERVER), "--server", str(theirs.fileno()), self.mode,
-                       shutil.which("bwrap") or ""]
+                       shutil.which("bwrap") or "", self.scratch]
             self.server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={"PYTHONHASHSEED": "0"}, cwd="/",
                                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                                            stderr=subprocess.DEVNULL, start_new_session=True)
@@ -166,18 +174,22 @@ class Sandbox:
 
     def close_server(self) -> None:
         if self.control is not None:
-            self.control.close()
+            self.control.close()  # at which the server ends and clears up
         if self.server is not None:
-            self.server.kill()
-            self.server.wait()
-        self.server = self.control = None
+            try:
+                self.server.wait(3)
+            except subprocess.TimeoutExpired:
+                self.server.kill()
+                self.server.wait()
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        self.server, self.control, self.scratch = None, None, ""
 
     def close(self) -> None:
-        """End the server and whatever still runs, and remove the scratch folder."""
+        """End the server and whatever still runs."""
         atexit.unregister(self.close)
         self.pool.shutdown(cancel_futures=True)
         self.close_server()
-        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def map(self, jobs: Sequence[Job]) -> list[Result]:
         """The results of many jobs, in their order, `workers` at once."""
@@ -187,21 +199,17 @@ class Sandbox:
         """Run one job; a server that was killed from outside is started again, once."""
         for attempt in range(2):
             ours, theirs = socket.socketpair()
-            folder = tempfile.mkdtemp(dir=self.scratch) if self.mode == "limits" else ""
             try:
                 with ours, theirs:
-                    self._launch(job, theirs, folder)
+                    self._launch(job, theirs)
                     theirs.close()
                     return self._converse(job, ours)
             except OSError:
                 if attempt:
                     raise
-            finally:
-                if folder:
-                    shutil.rmtree(folder, ignore_errors=True)
 
-    def _launch(self, job: Job, theirs: socket.socket, folder: str) -> None:
-        header = {"processes": 1 if job.tests is None else 2, "seconds": job.timeout, "scratch": folder,
+    def _launch(self, job: Job, theirs: socket.socket) -> None:
+        header = {"processes": 1 if job.tests is None else 2, "seconds": job.timeout,
                   "memory_mb": clipped_memory(job.memory_mb, self.workers)}
         with self.lock:
             if self.server is None or self.server.poll() is not None:
@@ -273,7 +281,7 @@ def run(program: str, timeout: float = 3.0, memory_mb: int = MEMORY_MB) -> Resul
 def judge(blocks: Sequence[str], tests: Sequence[str], name: str, setup: str = "", timeout: float = 3.0) -> Result:
     """Whether the function `name` of a solution passes all hidden `tests` (sources of assert statements).
 
-    The tests see plain data by value: numbers, text, bytes, None, containers and iterators of these. A test that
-    passes a function to the solution, or looks for a change made in place, cannot pass.
+    The tests see plain data by value: numbers, text, bytes, None, containers and iterators of these. What a function
+    that returns None changed in its arguments is put back into them; a test that passes it a function cannot pass.
     """
     return default_sandbox().run_job(Job(tuple(blocks), tuple(tests), name, setup, timeout=timeout))

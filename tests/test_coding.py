@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 import types
 from pathlib import Path
 
@@ -46,17 +47,36 @@ def test_one_closed_block_alone_has_the_right_form():
     assert code_blocks("no code") == ([], False)
 
 
+@pytest.mark.parametrize("text", [
+    "```Python\na = 1\n```", "```python title=\"a.py\"\na = 1\n```", "~~~python\na = 1\n~~~", "````py\na = 1\n````",
+    "1. So:\n   ```python\n   a = 1\n   ```", "```{.python}\r\na = 1\r\n```", "```python\na = 1\n```bash\nls\n```"])
+def test_fences_as_models_write_them(text):
+    assert [block.strip() for block in code_blocks(text)[0]] == ["a = 1"]
+
+
+def test_an_example_in_a_docstring_closes_nothing():
+    code = 'def f(x):\n    """So:\n    ```\n    f(1)\n    ```\n    """\n    return x + 1'
+    assert code_blocks(block(code)) == ([code], True)
+
+
 def test_blocks_that_do_not_compile_are_left_out_where_the_whole_does_not():
-    compiles, blocks, _ = inspect(["def f(x): return x", ">>> f(1)\n1"], "run_tests", [])
-    assert compiles and blocks == ["def f(x): return x"]
-    assert inspect(["def f(:"], "run_tests", []) == (False, [], False)
+    assert inspect(["def f(x): return x", ">>> f(1)\n1"], "run_tests", []) == ([0], False)
+    assert inspect(["import os", "from __future__ import annotations"], "run_tests", []) == ([0, 1], False)
+    assert inspect(["def f(:"], "run_tests", []) == ([], False)
 
 
-def test_an_evaluator_is_a_function_of_that_name_and_not_the_prompts_own():
-    assert inspect([own("pass")], "run_tests", [])[2]
-    assert not inspect(["def f(x): return x\nif __name__ == '__main__':\n    f(1)"], "run_tests", [])[2]
-    assert not inspect(["class A:\n    def run_tests(self): pass"], "run_tests", [])[2]
-    assert not inspect([own("pass")], "run_tests", ["def run_tests(): pass"])[2]
+@pytest.mark.parametrize("source", [
+    own("pass"), "async def run_tests(): pass", "run_tests = lambda: None", "run_tests: object = print",
+    "if True:\n    def run_tests(): pass", "try:\n    from time import time as run_tests\nexcept OSError: pass"])
+def test_an_evaluator_is_whatever_binds_its_name(source):
+    assert inspect([source], "run_tests", [])[1]
+
+
+def test_an_evaluator_is_not_a_main_program_a_method_or_the_prompts_own():
+    assert not inspect(["def f(x): return x\nif __name__ == '__main__':\n    f(1)"], "run_tests", [])[1]
+    assert not inspect(["if __name__ == '__main__':\n    def run_tests(): pass"], "run_tests", [])[1]
+    assert not inspect(["class A:\n    def run_tests(self): pass"], "run_tests", [])[1]
+    assert not inspect([own("pass")], "run_tests", ["def run_tests(): pass"])[1]
 
 
 # ---- verdicts
@@ -119,12 +139,15 @@ def test_rewards_are_those_of_the_rules():
     assert reward == {"open": [3.5, 3.5, 0.0], "closed": [0.5, 3.5, 0.0], "form": [1.25, 1.25, 0.25]}
 
 
-def test_a_long_response_is_inspected_in_the_sandbox_with_the_same_verdict():
-    filler = "# " + "x" * 3000 + "\n"
-    assert grade(block(filler, RIGHT, own("pass")), PROBLEM).label == "correct but attempted"
-    assert grade(block(filler, WRONG), PROBLEM).label == "incorrect"
-    assert grade(block("x = " + "(" * 50_000), PROBLEM).compiles is False
-    assert grade(block("x = " + "-" * 90_000 + "1"), PROBLEM).gt_pass is False
+def test_a_response_that_the_compiler_chokes_on_costs_the_others_nothing(grader):
+    bomb = "".join(" " * i + "try: pass\n" + " " * i + "finally:\n" for i in range(19)) + " " * 19 + "x = 1\n"
+    hostile = [bomb + RIGHT, "x = " + "(" * 50_000, "x = " + "-" * 90_000 + "1", "s = '\ud800'", "s = '\0'"]
+    start = time.monotonic(), time.process_time()
+    sources = [*hostile, RIGHT, "# " + "x" * 9000 + "\n" + WRONG]
+    found = grader.grade_all([(block(source), PROBLEM) for source in sources])
+    assert [v.label for v in found] == ["incorrect"] * 5 + ["correct", "incorrect"]
+    assert not any(v.compiles for v in found[:5]) and found[6].compiles
+    assert time.process_time() - start[1] < 1 and time.monotonic() - start[0] < 30
 
 
 def test_a_bare_record_can_be_graded():
@@ -138,7 +161,8 @@ def test_a_program_is_graded_once(grader, monkeypatch):
     monkeypatch.setattr(grader.sandbox, "map", lambda jobs: ran.extend(jobs) or inner(jobs))
     response = block(RIGHT, "# once")
     first = grader.grade_all([(response, PROBLEM)] * 3)
-    assert len(ran) == 1 and first == grader.grade_all([(response, PROBLEM)] * 3) and len(ran) == 1
+    assert len(ran) == 2 and first == grader.grade_all([(response, PROBLEM)] * 3) and len(ran) == 2  # and inspected
+    assert all(len(key) == 16 for key in grader.known)  # the responses themselves are not kept
 
 
 def test_the_hidden_tests_decide_where_they_sit_in_another_process(grader):

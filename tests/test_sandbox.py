@@ -76,8 +76,8 @@ def box():
     return sandbox.default_sandbox()
 
 
-def own_processes() -> set[str]:
-    """Command lines of the sandboxes' processes, servers apart: what programs leave would be among them."""
+def orphans() -> set[str]:
+    """Processes of sandboxes whose parent is gone: what programs leave would be among them."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -86,7 +86,7 @@ def own_processes() -> set[str]:
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
             except OSError:
                 continue
-            if b"sandbox_server.py" in words and parent != str(os.getpid()):
+            if b"sandbox_server.py" in words and parent == "1":
                 found.add(entry.name)
     return found
 
@@ -219,6 +219,20 @@ CHEATS = {
     "endless iterator": "import itertools\ndef f(x): return itertools.count()",
     "raises AssertionError": "def f(x): raise AssertionError",
     "raises a BaseException": "def f(x): raise KeyboardInterrupt",
+    "contains everything": "class E:\n    def __contains__(self, other): return True\ndef f(x): return E()",
+    "compares as asked": "class E:\n    __lt__ = __le__ = __gt__ = __ge__ = lambda s, o: True\ndef f(x): return E()",
+    "ends the test's loop": "def f(x): raise StopIteration",
+    "clears what it was given": "def f(x):\n    if isinstance(x, list): x.clear()\n    return 0",
+    "asks its peer": "import os, signal, socket, struct\ndef f(x):\n    s = socket.socket(fileno=os.dup(4))\n"
+                     "    peer = struct.unpack('3i', s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]\n"
+                     "    try: os.kill(peer, signal.SIGKILL)\n    except OSError: pass\n    return 0",
+    "answers by two processes": "import os\ndef f(x):\n    return 2 if os.fork() == 0 else 0",
+    "a timer": "import os, signal\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\n"
+               "signal.setitimer(signal.ITIMER_REAL, 0.05)\ndef f(x):\n    while True: pass",
+    "reads the memory": "import ctypes\ndef f(x):\n    words = b''.join([b'ass', b'ert f(-', b'1) =='])\n"
+                        "    for line in open('/proc/self/maps'):\n        a, b = (int(n, 16) for n in "
+                        "line.split()[0].split('-'))\n        if 'rw-p' in line and "
+                        "ctypes.string_at(a, b - a).count(words) > 1: return x + 1\n    return 0",
     "reads frames": "import sys, gc\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
                     "        for v in list(frame.f_locals.values()):\n            if isinstance(v, (list, tuple)) and "
                     "any('assert' in str(t) for t in v): return x + 1\n        frame = frame.f_back\n"
@@ -228,6 +242,10 @@ CHEATS = {
                    "            if 'assert f' in open(os.path.join(root, n), errors='replace').read(): return x + 1\n"
                    "    return 0",
 }
+# Tests that ask for less than equality, each with the cheat that would pass it.
+SOFT = {"contains everything": "assert 2 in f([1])", "compares as asked": "assert 1 < f([1]) < 3",
+        "ends the test's loop": "assert all(map(lambda x: f(x) == 2, [1]))",
+        "clears what it was given": "data = [1]\nassert f(data) == sum(data)"}
 
 
 @pytest.mark.parametrize("name", CHEATS)
@@ -235,6 +253,8 @@ def test_a_cheat_is_no_pass(name):
     result = sandbox.judge([CHEATS[name]], TESTS, "f", timeout=2.0)
     assert not result.ok
     assert sandbox.judge(["def f(x): return x + 1"], TESTS, "f").ok
+    if name in SOFT:
+        assert not sandbox.judge([CHEATS[name]], [SOFT[name]], "f").ok
 
 
 def test_a_right_solution_passes_and_the_first_failing_test_is_named():
@@ -267,6 +287,16 @@ def test_iterators_objects_and_exceptions_cross_as_tests_expect():
     assert sandbox.judge(blocks, tests, "f").ok
 
 
+def test_what_a_function_changed_in_place_is_seen_where_it_returns_nothing():
+    blocks = ["from collections import deque\ndef f(x, how):\n    if how == 'sort': x.sort()\n"
+              "    elif how == 'count': x['n'] = [len(x)]\n    else: x.append(9)\n    return None"]
+    tests = ["data = same = [3, 1, 2]\nassert f(data, 'sort') is None and data == [1, 2, 3] and same is data",
+             "d = {'a': 1}\nf(d, how='count')\nassert d == {'a': 1, 'n': [1]}",
+             "from collections import deque\nq = deque([1])\nf(q, 'push')\nassert q == deque([1, 9])"]
+    assert sandbox.judge(blocks, tests, "f").ok
+    assert not sandbox.judge(["def f(x, how): pass"], tests[:1], "f").ok
+
+
 def test_a_demonstration_that_fails_does_not_undo_the_solution_before_it():
     right = "def f(x):\n    return x + 1"
     assert sandbox.judge([right, "print(f(1))"], TESTS, "f").ok
@@ -284,7 +314,7 @@ def batch(size: int) -> list[Job]:
 def check_batch(box: Sandbox, size: int) -> None:
     box.map(batch(10))
     gc.collect()
-    before = (len(os.listdir("/proc/self/fd")), memory(), sorted(os.listdir(box.scratch)), ports(), own_processes())
+    before = (len(os.listdir("/proc/self/fd")), memory(), left_files(box), ports(), orphans())
     results = box.map(batch(size))
     for i, result in enumerate(results):
         if i % 5 == 0:
@@ -292,9 +322,13 @@ def check_batch(box: Sandbox, size: int) -> None:
     assert wait_until(lambda: not children_of(box.server.pid))
     del results, result
     gc.collect()
-    after = (len(os.listdir("/proc/self/fd")), memory(), sorted(os.listdir(box.scratch)), ports(), own_processes())
+    after = (len(os.listdir("/proc/self/fd")), memory(), left_files(box), ports(), orphans())
     assert after[0] == before[0] and after[2:] == before[2:]
     assert after[1] - before[1] < 30
+
+
+def left_files(box: Sandbox) -> list[str]:
+    return sorted(os.listdir(box.scratch)) if box.scratch else []
 
 
 def memory() -> int:
@@ -333,25 +367,46 @@ def test_a_server_that_was_killed_is_started_again():
         box.close()
 
 
-def test_closing_leaves_no_process_and_no_folder():
-    box = Sandbox(workers=2)
+@pytest.mark.parametrize("mode", ["auto", "limits"])
+def test_closing_leaves_no_process_and_no_folder(mode):
+    box = Sandbox(mode, workers=2)
     server, scratch = box.server.pid, box.scratch
+    assert bool(scratch) == (box.mode == "limits")  # with namespaces programs write into memory
     box.close()
-    assert not Path(f"/proc/{server}").exists() and not scratch.exists()
+    assert not Path(f"/proc/{server}").exists() and not (scratch and Path(scratch).exists())
 
 
-def test_programs_end_with_a_trainer_that_is_killed(tmp_path):
-    code = ("from tasks import sandbox\nbox = sandbox.default_sandbox()\nprint(box.server.pid, flush=True)\n"
-            "box.run_job(sandbox.Job('import time; time.sleep(300)', timeout=100.0))")
+@pytest.mark.parametrize("mode", ["auto", "limits"])
+def test_programs_and_folders_end_with_a_trainer_that_is_killed(mode):
+    code = (f"from tasks.sandbox import Sandbox, Job\nbox = Sandbox({mode!r})\n"
+            "print(box.server.pid, box.scratch, flush=True)\n"
+            "box.run_job(Job('import time\\nopen(\\'x\\', \\'w\\')\\ntime.sleep(300)', timeout=100.0))")
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
                                cwd=Path(__file__).resolve().parent.parent)
-    server = int(trainer.stdout.readline())
-    assert wait_until(lambda: any(children_of(int(child)) for child in children_of(server)))
-    supervisor = next(child for child in children_of(server) if children_of(int(child)))
+    server, _, scratch = trainer.stdout.readline().strip().partition(" ")
+    assert wait_until(lambda: any(children_of(int(child)) for child in children_of(int(server))))
+    supervisor = next(child for child in children_of(int(server)) if children_of(int(child)))
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
     assert wait_until(lambda: not Path(f"/proc/{server}").exists() and not Path(f"/proc/{supervisor}").exists())
+    assert not (scratch and Path(scratch).exists())
+
+
+def test_what_limits_alone_leaves_open_is_told_and_the_rest_is_shut():
+    box = Sandbox("limits", workers=1)
+    places = ["/tmp/left", "/dev/shm/left", "/var/tmp/left", str(Path.home() / "left"), "../left"]
+    source = (f"opened = []\nfor path in {places!r}:\n    try: opened.append(open(path, 'w'))\n"
+              f"    except OSError: pass\ntry: opened.append(open({__file__!r}))\nexcept OSError: pass\n"
+              "open('own', 'w').write('x')\nassert not opened, opened\n")
+    nested = "import os\nfor _ in range(40):\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)\nopen('x', 'w')"
+    try:
+        told = "their own" in box.describe()
+        results = box.map([Job(source), Job(nested), Job("import threading, datetime, math, collections")])
+        assert results[0].ok == told and results[1].ok and results[2].ok
+        assert os.listdir(box.scratch) == []
+    finally:
+        box.close()
 
 
 @pytest.mark.parametrize("mode", ["namespaces", "limits"])
