@@ -4,8 +4,9 @@
     python -m tasks.nla_data prepare --model DIR --layer 1 --text generated --documents 2000 --out data/toy
 
 A parquet file has a row an activation: `prompt` (chat messages, the user's holds <INJECT>), `activation_vector` (d
-floats), `doc_id`, and, where known, `text` (what an explanation may say) and `source` (the document). The sidecar
-beside it, nla_meta.yaml or .json (or FILE.parquet.nla_meta.yaml), says what the numbers are; `read_meta` has its keys.
+floats), `doc_id`, and, where known, `text` (what an explanation may say), `source` (the document) and `quirk` (what
+was planted in it, for a judge). The sidecar beside it, nla_meta.yaml or .json (or FILE.parquet.nla_meta.yaml), says
+what the numbers are; its keys are those of `Meta`.
 Layer K is the residual stream after decoder layer K, the first being 0.
 """
 
@@ -27,6 +28,7 @@ from data import BadRecords, UserError, rng_of, seed_of
 
 PLACEHOLDER = "<INJECT>"
 SLOT = "{explanation}"
+OPTIONAL_COLUMNS = ("text", "source", "quirk")
 BATCH_BYTES = 1 << 20  # of vectors decoded at once by the reader, which takes several times that
 
 
@@ -216,6 +218,7 @@ class ActivationRow:
     doc_id: str
     text: str | None = None
     source: str | None = None
+    quirk: str | None = None
 
 
 def data_file(path: str | Path, must: bool = True) -> Path | None:
@@ -277,7 +280,7 @@ def _columns(schema, path: Path) -> list[str]:
     lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not lists or not (types.is_floating(kind.value_type) or types.is_integer(kind.value_type)):
         raise UserError(f"{path}: activation_vector is of type {kind}, it must be a list of numbers")
-    return [name for name in ("prompt", "activation_vector", "doc_id", "text", "source") if name in schema.names]
+    return [name for name in ("prompt", "activation_vector", "doc_id", *OPTIONAL_COLUMNS) if name in schema.names]
 
 
 def _rows_of(batch, at: int, meta: Meta, bad: BadRecords) -> Iterator[ActivationRow]:
@@ -303,7 +306,7 @@ def _rows_of(batch, at: int, meta: Meta, bad: BadRecords) -> Iterator[Activation
                 raise ValueError("no doc_id")
             if record["prompt"] != last[0]:
                 last = record["prompt"], put_marker(record["prompt"], meta.marker)
-            texts = {name: record[name] if isinstance(record.get(name), str) else None for name in ("text", "source")}
+            texts = {name: record[name] if isinstance(record.get(name), str) else None for name in OPTIONAL_COLUMNS}
             row = ActivationRow(last[1], vector.copy(), str(record["doc_id"]), **texts)
         except ValueError as reason:
             bad.add(str(reason), f"row {at + i + 1}")

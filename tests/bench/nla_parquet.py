@@ -1,0 +1,88 @@
+"""The reader of activations on a file of 1 GB: seconds to the first row, rows a second, and memory as it goes on.
+
+    taskset -c 0 python tests/bench/nla_parquet.py [--gb 1] [--d 4096] [--folder /tmp]
+
+Two files of random vectors are made on the spot and deleted after, one in row groups of 1,000 rows, one in a single row
+group. Each is read in a process of its own. Memory is what the process holds over what it held before the first
+row: after a tenth of the file, and at its highest (VmHWM), so Linux only.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from tasks.nla_data import Meta, read_rows
+
+PROMPT = [{"role": "user", "content": "Explain <concept><INJECT></concept>."}]
+
+
+def make(path: Path, rows: int, d: int, row_group: int) -> None:
+    schema = pa.schema([("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+                        ("activation_vector", pa.list_(pa.float32())), ("doc_id", pa.string()), ("unused", pa.string())])
+    rng = np.random.default_rng(0)
+
+    def batch(first: int, count: int) -> pa.RecordBatch:
+        numbers = pa.array(rng.standard_normal(count * d, np.float32))
+        vectors = pa.ListArray.from_arrays(pa.array(range(0, count * d + 1, d), pa.int32()), numbers)
+        ids = [f"document {first + i}" for i in range(count)]
+        return pa.record_batch([pa.array([PROMPT] * count, schema.field(0).type), vectors, ids, ["x" * 2000] * count],
+                               schema=schema)
+
+    with pa.parquet.ParquetWriter(path, schema, use_dictionary=False) as file:
+        if row_group < rows:
+            for first in range(0, rows, row_group):
+                file.write_batch(batch(first, min(row_group, rows - first)), row_group_size=row_group)
+        else:
+            file.write_table(pa.Table.from_batches([batch(0, rows)]), row_group_size=rows)
+
+
+def memory(name: str) -> float:
+    """MB that the process holds (VmRSS), or held at most (VmHWM)."""
+    return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+def read(path: Path, d: int) -> None:
+    meta = Meta("m", 0, d, "@", 1, 1, 1, 1.0, "")
+    before, start = memory("VmRSS"), time.perf_counter()
+    total = pa.parquet.ParquetFile(path).metadata.num_rows
+    for count, _ in enumerate(read_rows(path, 0, meta), 1):
+        if count == 1:
+            first = time.perf_counter() - start
+        if count == total // 10:
+            early = memory("VmHWM")
+    seconds = time.perf_counter() - start
+    print(f"{path.name}: {path.stat().st_size / 2**30:.2f} GB, {count} rows; first row after {first:.2f} s, whole file "
+          f"{seconds:.1f} s ({count / seconds:.0f} rows a second); memory over the start: {early - before:.0f} MB at "
+          f"most in the first tenth, {memory('VmHWM') - before:.0f} MB at most in all", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--d", type=int, default=4096)
+    parser.add_argument("--folder", default=None, help="where the files are made [the system's temporary folder]")
+    parser.add_argument("--read", help=argparse.SUPPRESS)
+    own = parser.parse_args()
+    if own.read:
+        return read(Path(own.read), own.d)
+    rows = int(own.gb * 2**30 / (4 * own.d))
+    with tempfile.TemporaryDirectory(dir=own.folder) as folder:
+        for row_group in (1000, rows):
+            path = Path(folder) / f"row groups of {row_group}.parquet"
+            make(path, rows, own.d, row_group)
+            subprocess.run([sys.executable, __file__, "--read", str(path), "--d", str(own.d)], check=True)
+            path.unlink()
+
+
+if __name__ == "__main__":
+    main()
