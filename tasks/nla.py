@@ -27,9 +27,10 @@ import torch
 import transformers
 
 from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, rng_of
-from tasks import reconstructor
+from tasks import nla_judges, reconstructor
 from tasks.injection import Injection
 from tasks.nla_data import ActivationRow, load_rows, randomise_slots, read_meta, split_by_document
+from tasks.nla_judges import Judge, JudgedRow, JudgeOptions
 from tasks.reconstructor import Critic, Reconstructor, baselines, fve, mse
 
 NO_EXPLANATION = -2.0  # reward where there is none, an empty one, or one too long for the template
@@ -93,7 +94,7 @@ class NlaTask(Task):
     """Prompts that hold an activation each; the reward is how well the explanation lets it be reconstructed."""
 
     @dataclasses.dataclass(frozen=True)
-    class Options:
+    class Options(JudgeOptions):
         reconstructor: str = ""  # folder of the reconstructor (python -m tasks.nla reconstruct)
         verbalizer: str = ""  # begin from this warm start, adapter or model (python -m tasks.nla sft)
         inject_layer: int = 1  # decoder layer after which the vector is added; 0 is the first
@@ -113,6 +114,9 @@ class NlaTask(Task):
         self.check(args)
         self.columns = ("fve", "fve_renormalised", "mse", "extraction_rate", "cjk_share",
                         *(("critic_loss", "critic_grad_norm", "critic_skipped") if args.train_critic else ()))
+        self.notes += nla_judges.check(args)
+        self.eval_columns = (*NlaTask.eval_columns, *nla_judges.columns(args.judge_evals))
+        self.judged_by = Judge(args) if args.judge_evals else None
         self.generated = not args.data
         source, self.folder, self.start = args.data, args.reconstructor, args.verbalizer
         if not args.data:  # the shipped generator, a tiny model, and its warm starts
@@ -139,6 +143,7 @@ class NlaTask(Task):
                           for side, prompts in (("train", self.train), ("held", self.held)) if prompts}
         self.policy = self.critic = self.model = None
         self.controls: dict[str, float] = {}
+        self.judged: list[str] = []  # what the judge could not judge, for the report
         if not self.start and args.data:
             self.notes.append("warning: --verbalizer names no warm start: GRPO begins from a model that never saw an "
                               "activation, which is noise (python -m tasks.nla sft makes one)")
@@ -271,7 +276,10 @@ class NlaTask(Task):
         for name, (said, meant) in controls.items():
             errors = [error for error in self.errors(said, meant) if error is not None] if meant else []
             row |= {name: fve(float(np.mean(errors)), raw)} if errors else {}
-        self.controls = row
+        self.controls, self.judged = row, []
+        asked = [JudgedRow(text, prompt.meta["source"]) for text, prompt in found]
+        for name in self.args.judge_evals:
+            row |= nla_judges.evaluate(name, self.judged_by, asked, self.judged.append)
         return row
 
     def replaced(self, texts: list[str]) -> list[str]:
@@ -300,7 +308,7 @@ class NlaTask(Task):
             number = "none" if row["fve"] is None else f"{row['fve']:.2f}"
             lines.append(f"    {row['index']}: FVE {number}  {clipped(row['text'])}"
                          + (f"  | given: {clipped(row['gold'])}" if row["gold"] else ""))
-        return lines
+        return lines + [f"  {note}" for note in self.judged]
 
     # ---- state
     def load_state_dict(self, state: dict) -> None:

@@ -145,6 +145,14 @@ def test_the_controls_replace_words_and_documents(monkeypatch):
     assert [row[name] for name in controls] == [pytest.approx(expected)] * 4 and set(row) == set(task.eval_columns)
 
 
+def test_a_judge_that_does_not_answer_is_recorded_and_the_evaluation_goes_on():
+    task = NlaTask(task_args(judge_evals=("hallucination",), judge_url="http://127.0.0.1:9", judge_model="none",
+                             judge_key_env="", judge_retries=0))
+    row = task.observe_eval(judged(task, task.held[:2], ["<explanation>Anna</explanation>"] * 2))
+    assert row["hallucination_judged"] == 0 and row["hallucination_failed"] == 2 and row["clean_rate"] is None
+    assert set(row) == set(task.eval_columns) and "were not judged" in task.judged[0]
+
+
 def test_the_other_vector_is_never_one_of_the_same_document():
     def of(name):
         return (name, types.SimpleNamespace(meta={"doc_id": name[0]}))
