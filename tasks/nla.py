@@ -125,8 +125,7 @@ class NlaTask(Task):
             tiny = tiny_folder(args.cache, print)
             source, self.folder = tiny / "activations.parquet", args.reconstructor or tiny / "reconstructor"
             self.start = args.verbalizer or (str(tiny) if args.model == "tiny" else "")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(self.start or args.model)
-        self.meta = read_meta(source, tokenizer)
+        self.meta = read_meta(source, tokenizer_of(self.start or args.model))
         rows, notes = load_rows(source, args.max_rows, self.meta, args.max_bad_records)
         train, held = split_by_document(rows, HELD_SHARE, 0)
         if args.eval_data:
@@ -174,6 +173,10 @@ class NlaTask(Task):
         self.policy, meta = policy, self.meta
         self.injection = Injection(self.args.inject_layer, meta.marker_id, meta.left_id, meta.right_id, policy.encode)
         copied = [policy.reference] if isinstance(policy.reference, torch.nn.Module) else []
+        width = policy.hf.config.get_text_config().hidden_size
+        if width != meta.d:
+            raise UserError(f"the activations have {meta.d} numbers and --model {self.args.model} has {width}; give the "
+                            f"model that they come from ({meta.model}), or make them with this one")
         for hf in (policy.hf, *copied):
             self.injection.install(hf)
         trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
@@ -333,6 +336,14 @@ class NlaTask(Task):
         return ["reading guide: FVE says how well the text lets the vector be rebuilt, not that what it says is true; "
                 "where it stays as high with every content word replaced, the words carry the kind of place, not its "
                 "content; against another document's vector it should be under 0"]
+
+
+def tokenizer_of(model: str):
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # hub, tokenizers: each has its own classes
+        raise UserError(f"--model {model}: no tokenizer can be loaded from there ({type(error).__name__}: "
+                        f"{' '.join(str(error).split())[:200]}); task nla takes a folder or a hub id") from error
 
 
 def others(found: list[tuple[Any, Prompt]]) -> list[tuple[Any, Prompt]]:

@@ -24,7 +24,7 @@ import transformers
 from data import Prompt, UserError, rng_of, seed_of
 from tasks import reconstructor, sft
 from tasks.injection import Injection
-from tasks.nla import HELD_SHARE, clipped, replace_words
+from tasks.nla import HELD_SHARE, clipped, replace_words, tokenizer_of
 from tasks.nla_data import (
     ActivationRow,
     Meta,
@@ -257,12 +257,7 @@ def reconstructor_command(own: argparse.Namespace) -> None:
 
     place = sidecar_of(own.data)
     name = own.model or parse_meta(load_mapping(place), place).model
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # hub, tokenizers: each has its own classes
-        raise UserError(f"--model {name} has no tokenizer that can be loaded: {type(error).__name__}: "
-                        f"{' '.join(str(error).split())[:200]}") from error
-    meta, train, held = rows_with_text(own, tokenizer)
+    meta, train, held = rows_with_text(own, tokenizer_of(name))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(seed_of(own.seed, "reconstructor"))
