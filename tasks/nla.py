@@ -175,8 +175,8 @@ class NlaTask(Task):
         copied = [policy.reference] if isinstance(policy.reference, torch.nn.Module) else []
         width = policy.hf.config.get_text_config().hidden_size
         if width != meta.d:
-            raise UserError(f"the activations have {meta.d} numbers and --model {self.args.model} has {width}; give the "
-                            f"model that they come from ({meta.model}), or make them with this one")
+            raise UserError(f"the activations have {meta.d} numbers and --model {self.args.model} has {width}; give "
+                            f"the model that they come from ({meta.model}), or make them with this one")
         for hf in (policy.hf, *copied):
             self.injection.install(hf)
         trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
