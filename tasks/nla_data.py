@@ -285,20 +285,22 @@ def _columns(schema, path: Path) -> list[str]:
 
 def _rows_of(batch, at: int, meta: Meta, bad: BadRecords) -> Iterator[ActivationRow]:
     """The usable rows of a record batch, whose first row has the number `at` in the file."""
-    import pyarrow.compute as pc
-
-    column = batch.column("activation_vector")
-    lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    column, size = batch.column("activation_vector"), len(batch)
+    if hasattr(column, "offsets"):
+        edges = np.from_dlpack(column.offsets)  # to_numpy would import pandas: a second before the first row
+    else:  # lists of one size
+        edges = (column.offset + np.arange(size + 1)) * column.type.list_size
     with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite and is counted below
-        values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
+        flat = column.values
+        values = (flat.to_numpy(zero_copy_only=False) if flat.null_count else np.from_dlpack(flat)).astype(np.float32)
+    missing = {i for i in range(size) if not column[i].is_valid} if column.null_count else ()
     others = batch.select([name for name in batch.schema.names if name != "activation_vector"]).to_pylist()
     last: tuple[Any, Any] = (None, None)  # equal prompts are one object
     for i, record in enumerate(others):
         bad.total += 1
         try:
-            vector = values[starts[i] : starts[i + 1]]
-            if len(vector) != meta.d:
+            vector = values[edges[i] : edges[i + 1]]
+            if len(vector) != meta.d or i in missing:
                 raise ValueError(f"activation_vector has not {meta.d} numbers")
             if not np.isfinite(vector).all() or not vector.any():
                 raise ValueError("activation_vector is zero or not finite")

@@ -1,4 +1,4 @@
-"""The reader of activations on a file of 1 GB: seconds to the first row, rows a second, and memory as it goes on.
+"""The reader of activations on a file of 1 GB: time to the first row and to the last, and memory.
 
     taskset -c 0 python tests/bench/nla_parquet.py [--gb 1] [--d 4096] [--folder /tmp]
 
@@ -8,6 +8,7 @@ row: after a tenth of the file, and at its highest (VmHWM), so Linux only.
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -28,7 +29,8 @@ PROMPT = [{"role": "user", "content": "Explain <concept><INJECT></concept>."}]
 
 def make(path: Path, rows: int, d: int, row_group: int) -> None:
     schema = pa.schema([("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-                        ("activation_vector", pa.list_(pa.float32())), ("doc_id", pa.string()), ("unused", pa.string())])
+                        ("activation_vector", pa.list_(pa.float32())), ("doc_id", pa.string()),
+                        ("unused", pa.string())])
     rng = np.random.default_rng(0)
 
     def batch(first: int, count: int) -> pa.RecordBatch:
@@ -53,17 +55,18 @@ def memory(name: str) -> float:
 
 def read(path: Path, d: int) -> None:
     meta = Meta("m", 0, d, "@", 1, 1, 1, 1.0, "")
-    before, start = memory("VmRSS"), time.perf_counter()
+    before, start, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
     total = pa.parquet.ParquetFile(path).metadata.num_rows
     for count, _ in enumerate(read_rows(path, 0, meta), 1):
         if count == 1:
-            first = time.perf_counter() - start
+            first, first_cpu = time.perf_counter() - start, time.process_time() - cpu
         if count == total // 10:
             early = memory("VmHWM")
-    seconds = time.perf_counter() - start
-    print(f"{path.name}: {path.stat().st_size / 2**30:.2f} GB, {count} rows; first row after {first:.2f} s, whole file "
-          f"{seconds:.1f} s ({count / seconds:.0f} rows a second); memory over the start: {early - before:.0f} MB at "
-          f"most in the first tenth, {memory('VmHWM') - before:.0f} MB at most in all", flush=True)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    print(f"{path.name}: {path.stat().st_size / 2**30:.2f} GB, {count} rows; first row after {first:.2f} s "
+          f"({first_cpu:.2f} s of CPU time), whole file {seconds:.1f} s ({cpu:.1f} s); memory over the "
+          f"start: {early - before:.0f} MB at most in the first tenth, {memory('VmHWM') - before:.0f} MB in all",
+          flush=True)
 
 
 def main() -> None:
@@ -80,6 +83,7 @@ def main() -> None:
         for row_group in (1000, rows):
             path = Path(folder) / f"row groups of {row_group}.parquet"
             make(path, rows, own.d, row_group)
+            os.sync()
             subprocess.run([sys.executable, __file__, "--read", str(path), "--d", str(own.d)], check=True)
             path.unlink()
 
