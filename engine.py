@@ -6,9 +6,8 @@ attention, a function registered with transformers, so the model's code stays st
 - rollout: each prompt is prefilled once and its keys and values are copied for its group; rows that ended leave;
 - log-probabilities: each prompt once, followed by its completions; logits only where a sampled token is predicted.
 
-Letters: P prompts, B rows, N tokens of a padding-free row, L prompt length, T completion length, S cached length,
-V vocabulary, H query heads, K key heads, d head size, D hidden; lower case b and n: of one batch.
-`policy` is `train_grpo.Policy`; this module imports nothing of the project but data.
+Letters: B rows, T completion length, V vocabulary, D hidden; lower case b and n: rows and tokens of one batch.
+`policy` is `train_grpo.Policy`, its `plans` are `tasks.attention`; this module imports nothing of the project but data.
 """
 
 from __future__ import annotations
@@ -16,17 +15,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
-import time
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint
 import transformers
 from torch import Tensor
-from torch.nn.attention import flex_attention
 
 from data import Prompt, Rollout, TrainingFailed, UserError
 
@@ -102,227 +96,16 @@ class Draws:
             row.stop = "stop" if ended else "length" if n == policy.args.max_new else "context"
             extend(row, tokens[:n], 1, logp[:n], entropy[:n], policy.version)
             masses += filtered[:n]
-            said = policy.tokenizer.decode(tokens[:n], skip_special_tokens=True)
-            row.turns.append({"role": "assistant", "content": said})
+            text = policy.tokenizer.decode(tokens[:n], skip_special_tokens=True)
+            row.turns.append({"role": "assistant", "content": text})
         return float(np.mean(masses)) if masses else 0.0
 
 
 def extend(row: Rollout, ids: list[int], mask: int, logp: list[float], entropy: list[float], version: int) -> None:
     """Append tokens with one mask and version to a rollout."""
-    n = len(ids)
-    for kept, new in ((row.ids, ids), (row.mask, [mask] * n), (row.logp, logp), (row.entropy, entropy),
-                      (row.version, [version] * n)):
-        kept += new
-
-
-# ------------------------------------------------------------------------------------------------ attention by plan
-def install_attention(hf) -> bool:
-    """Let the model's attention take a `plan` (a forward keyword); without one it is what it was. False: it cannot."""
-    before = hf.config._attn_implementation
-    inner = transformers.AttentionInterface().get(before)
-    masks = transformers.AttentionMaskInterface().get(before)
-    if before.startswith("planned_") or inner is None or masks is None:
-        return before.startswith("planned_")
-
-    def attention(module, query, key, value, attention_mask, *args, plan=None, scaling=None, **keywords):
-        if plan is None:
-            return inner(module, query, key, value, attention_mask, *args, scaling=scaling, **keywords)
-        if keywords.get("softcap") is not None or keywords.get("s_aux") is not None:
-            raise NotImplementedError("attention with a soft cap or sinks")
-        out = plan.attend(module.layer_idx, query[0], key[0], value[0], scaling, keywords.get("sliding_window"))
-        return out[None], None
-
-    transformers.AttentionInterface.register(f"planned_{before}", attention)
-    transformers.AttentionMaskInterface.register(f"planned_{before}", masks)
-    hf.config._attn_implementation = f"planned_{before}"
-    return True
-
-
-def planned_forward(hf, ids: Tensor, positions: Tensor, plan) -> Tensor:
-    """Last hidden states (N, D) of one row of N tokens under a plan. A 4-D mask keeps the model from making its own."""
-    unused = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-    out = hf.base_model(input_ids=ids[None], position_ids=positions[None], attention_mask=unused, use_cache=False,
-                        plan=plan)
-    return out.last_hidden_state[0]
-
-
-class Plan:
-    """Which keys each query sees; attention masks are made once for all layers."""
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, block: int, distance: Tensor, scaling: float | None,
-                  window: int | None) -> Tensor:
-        """q (b, H, m, d), k and v (b, K, S, d) -> (b, m, H, d); distance (b, m, S) from key to query, below 0 unseen.
-
-        The H / K query heads that share a key head are folded into its query axis, so keys are never repeated.
-        """
-        b, heads, m, d = q.shape
-        fold = heads // k.shape[1]
-        key = (block, window)
-        if key not in self.masks:
-            seen = (distance >= 0) & (distance < window) if window else distance >= 0
-            mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
-            self.masks[key] = (mask.repeat(1, fold, 1) if m > 1 else mask)[:, None]
-        q = q.reshape(b, k.shape[1], fold * m, d)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.masks[key], scale=scaling)
-        return out.reshape(b, heads, m, v.shape[-1]).transpose(1, 2)
-
-
-class Cache(Plan):
-    """Keys and values of many rows, (B, K, S, d) a layer, and how many tokens of each row they hold."""
-
-    def __init__(self, rows: int, capacity: int, device):
-        self.capacity, self.device = capacity, device
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.length, self.longest = torch.zeros(rows, dtype=torch.long, device=device), 0
-        self.graphs: dict[int, tuple] = {}
-
-    def feed(self, hf, new: list[list[int]]) -> Tensor:
-        """Feed row i the tokens new[i], one or more; returns the hidden state (B, D) after each row's last."""
-        counts = torch.tensor([len(ids) for ids in new])
-        ends, row = counts.cumsum(0), torch.repeat_interleave(torch.arange(len(new)), counts)
-        at = torch.arange(len(row)) - (ends - counts)[row]
-        self.row, self.at, ends, counts = (x.to(self.device) for x in (row, at, ends, counts))
-        self.position, self.m = self.length[self.row] + self.at, int(counts.max())
-        self.seen = self.longest = int((self.length + counts).max())
-        asking = self.length[:, None] + torch.arange(self.m, device=self.device)  # (B, m), padded queries too
-        self.distance = asking[:, :, None] - torch.arange(self.seen, device=self.device)
-        self.length, self.masks = self.length + counts, {}
-        ids = torch.tensor([t for ids in new for t in ids], device=self.device)
-        return planned_forward(hf, ids, self.position, self)[ends - 1]
-
-    def step(self, hf, token: Tensor, graphs: bool) -> Tensor:
-        """Feed one token a row (B,); returns the logits (B, V). With `graphs`, replayed as a CUDA graph."""
-        self.longest = min(self.longest + 1, self.capacity)
-        self.seen = min(self.capacity, -(-self.longest // 256) * 256) if graphs else self.longest
-        if not graphs:
-            return self.one_each(hf, token)
-        if self.seen not in self.graphs:
-            self.graphs[self.seen] = self.capture(hf, token)
-        graph, fed, logits = self.graphs[self.seen]
-        fed.copy_(token)
-        graph.replay()
-        return logits
-
-    def one_each(self, hf, token: Tensor) -> Tensor:
-        """`step` in operations on the device alone, at shapes that depend on `seen` only."""
-        self.row, self.m, self.masks = torch.arange(len(token), device=self.device), 1, {}
-        self.position = self.length.clamp(max=self.capacity - 1)  # beyond is only a row that ended
-        self.distance = self.position[:, None, None] - torch.arange(self.seen, device=self.device)
-        self.length += 1
-        return hf.get_output_embeddings()(planned_forward(hf, token, self.position, self))
-
-    def capture(self, hf, token: Tensor) -> tuple:
-        """The graph of `one_each` at this `seen`, with the tensors that it reads and writes."""
-        fed, before, stream = token.clone(), self.length.clone(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels and workspaces are chosen before the capture
-            for _ in range(2):
-                self.one_each(hf, fed)
-                self.length.copy_(before)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = self.one_each(hf, fed)
-        return graph, fed, logits
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        """q (H, N, d), k and v (K, N, d) of the new tokens -> (N, H, d)."""
-        if layer not in self.layers:
-            rows = len(self.length)
-            self.layers[layer] = tuple(x.new_zeros(rows, len(x), self.capacity, x.shape[-1]) for x in (k, v))
-        keys, values = self.layers[layer]
-        keys[self.row, :, self.position] = k.transpose(0, 1)
-        values[self.row, :, self.position] = v.transpose(0, 1)
-        queries = q.transpose(0, 1)[:, None]
-        if self.m > 1:
-            queries = q.new_zeros(len(self.length), self.m, len(q), q.shape[-1])
-            queries[self.row, self.at] = q.transpose(0, 1)
-        out = self.attention(queries.transpose(1, 2), keys[:, :, : self.seen], values[:, :, : self.seen], 0,
-                             self.distance, scaling, window)
-        return out[self.row, self.at] if self.m > 1 else out[:, 0]
-
-
-def gather(sources: list[tuple[Cache, int]], capacity: int) -> Cache:
-    """A cache whose row i copies row `place` of `cache`, (cache, place) being sources[i].
-
-    Expansion over a group, removal, reordering and reunion alike.
-    """
-    out = Cache(len(sources), capacity, sources[0][0].device)
-    for cache in {id(cache): cache for cache, _ in sources}.values():
-        pairs = [(i, place) for i, (source, place) in enumerate(sources) if source is cache]
-        to, of = torch.tensor(pairs, device=out.device).T
-        seen = min(cache.longest, capacity)
-        out.length[to] = cache.length[of]
-        for layer, old in cache.layers.items():
-            new = out.layers.setdefault(layer, tuple(x.new_zeros(len(sources), x.shape[1], capacity, x.shape[3])
-                                                     for x in old))
-            for x, y in zip(new, old, strict=True):
-                x[to, :, :seen] = y[of, :, :seen]
-    out.longest = min(int(out.length.max()), capacity)
-    return out
-
-
-def choose_engine(policy, say) -> str:
-    """'fast' where this model's fast path gives what its plain path gives, on rollouts of a few random tokens."""
-    args, hf = policy.args, policy.hf
-    if args.engine == "generate":
-        return "generate"
-    vocabulary = min(hf.get_output_embeddings().weight.shape[0], len(policy.tokenizer))
-    ids = np.random.default_rng(0).integers(vocabulary, size=14).tolist()
-    rows = [Rollout(p, list(p.meta["ids"]), [], [], [], [], "", [])
-            for p in (Prompt("", meta={"ids": ids[:5]}), Prompt("", meta={"ids": ids[5:]})) for _ in range(2)]
-    try:
-        models = [hf] + [policy.reference] * isinstance(policy.reference, torch.nn.Module)
-        if not min(install_attention(model) for model in models):
-            raise NotImplementedError(f"its attention is {hf.config._attn_implementation}")
-        with torch.no_grad():
-            draws = Draws(rows, [6] * 4, torch.full((4, 6), 0.5), policy, 1.0)
-            draws.stop = draws.stop[:0]
-            decode(policy, rows, draws, {})
-            draws.write(rows, policy)
-            close_enough(policy, rows, draws.logp)
-            policy.engine = "fast"
-            close_enough(policy, rows, token_logps(policy, hf, [Row(row, 0.0) for row in rows], 1.0)[0])
-    except FAULTS as error:
-        if args.engine == "fast":
-            raise UserError(f"--engine fast does not work with {args.model}: {error}; use --engine auto") from error
-        say(f"engine generate: the fast one does not fit this model ({type(error).__name__}: {str(error)[:150]})")
-        return "generate"
-    if args.packed_attention == "flex" or (args.packed_attention == "auto" and policy.device.type == "cuda"):
-        policy.flex = choose_flex(policy, rows, say)
-    return "fast"
-
-
-FAULTS = (NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError, ValueError, IndexError, ImportError)
-
-
-def close_enough(policy, rows: list[Rollout], logp: Tensor) -> None:
-    """Raises where log-probabilities (b, T) of the rows are not those of the plain path."""
-    engine, policy.engine = policy.engine, "generate"
-    with torch.no_grad():
-        expected = token_logps(policy, policy.hf, [Row(row, 0.0) for row in rows], 1.0)[0]
-    policy.engine = engine
-    gap = (expected - logp).abs().mean().item()
-    if not gap < (0.05 if next(policy.hf.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-3):
-        raise NotImplementedError(f"log-probabilities differ by {gap:.2g}")
-
-
-def choose_flex(policy, rows: list[Rollout], say) -> bool:
-    """Whether FlexAttention works here, forward and backward, on a few rows."""
-    policy.flex = True
-    try:
-        logp = token_logps(policy, policy.hf, [Row(row, 0.0) for row in rows], 1.0)[0]
-        if policy.device.type == "cuda":
-            logp.sum().backward()
-        close_enough(policy, rows, logp.detach())
-        return True
-    except (*FAULTS, torch._dynamo.exc.TorchDynamoException) as error:
-        if policy.args.packed_attention == "flex":
-            raise UserError(f"--packed-attention flex does not work here: {str(error)[:200]}") from error
-        say(f"packed attention by gathered blocks: FlexAttention fails here ({type(error).__name__})")
-        return False
-    finally:
-        policy.model.zero_grad(set_to_none=True)
+    row.ids += ids
+    row.mask += [mask] * len(ids)
+    row.logp, row.entropy, row.version = row.logp + logp, row.entropy + entropy, row.version + [version] * len(ids)
 
 
 # ------------------------------------------------------------------------------------------------ rollout
@@ -372,11 +155,11 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
     `held` has, by id of a row, what an earlier turn left of it: (cache, place, tokens that stand there). Then only
     what was added since is fed. It is renewed where another turn may follow.
     """
-    hf, graphs = policy.hf, policy.args.cuda_graphs
+    hf, plans, graphs = policy.hf, policy.plans, policy.args.cuda_graphs
     many = policy.task.turns() > 1
     capacity = min(policy.context, max(len(row.ids) for row in rows) + draws.tokens.shape[1])
     if held:
-        cache = gather([held[id(row)][:2] for row in rows], capacity)
+        cache = plans.gather([held[id(row)][:2] for row in rows], capacity)
         starts = [held[id(row)][2] for row in rows]
         cache.length = torch.tensor(starts, device=policy.device)
         hidden = cache.feed(hf, [row.ids[start:] for row, start in zip(rows, starts, strict=True)])
@@ -385,9 +168,9 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
         share = [first.setdefault((id(row.prompt), *row.ids), len(first)) for row in rows]
         distinct = [rows[share.index(i)] for i in range(len(first))]
         policy.task.on_forward([row.prompt for row in distinct])
-        cache = Cache(len(distinct), max(len(row.ids) for row in distinct), policy.device)
+        cache = plans.Cache(len(distinct), max(len(row.ids) for row in distinct), policy.device)
         hidden = cache.feed(hf, [row.ids for row in distinct])[share]
-        cache = gather([(cache, i) for i in share], capacity)
+        cache = plans.gather([(cache, i) for i in share], capacity)
         policy.task.on_forward([])
     logits = hf.get_output_embeddings()(hidden)
     index, ends = torch.arange(len(rows), device=policy.device), {}
@@ -400,8 +183,8 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
                 break
             if len(alive) <= spare * len(index):  # rows that ended leave; a copy of the cache, so not for each of them
                 if many:
-                    ends |= keep_ended(cache, index, alive)
-                cache = gather([(cache, i) for i in alive.tolist()], capacity)
+                    ends |= keep_ended(plans, cache, index, alive)
+                cache = plans.gather([(cache, i) for i in alive.tolist()], capacity)
                 index, token = index[alive], token[alive]
         logits = cache.step(hf, token, graphs)
     if many:
@@ -411,10 +194,10 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
         held |= {id(row): (*ends[i], len(row.ids) + length[i] - 1) for i, row in enumerate(rows)}
 
 
-def keep_ended(cache: Cache, index: Tensor, alive: Tensor) -> dict[int, tuple[Cache, int]]:
+def keep_ended(plans, cache, index: Tensor, alive: Tensor) -> dict[int, tuple]:
     """What a cache holds of the rows `index` that are not at the places `alive`, by row."""
     gone = sorted(set(range(len(index))) - set(alive.tolist()))
-    apart = gather([(cache, i) for i in gone], cache.longest)
+    apart = plans.gather([(cache, i) for i in gone], cache.longest)
     return {row: (apart, i) for i, row in enumerate(index[gone].tolist())}
 
 
@@ -435,9 +218,8 @@ def generate(policy, rows: list[Rollout], draws: Draws, held: dict) -> None:
 
     Rows of unequal room are apart: generate goes on to the largest, past what learned positions may have.
     """
-    hf, filler = policy.hf, policy.tokenizer.pad_token_id or 0
-    before = hf.generation_config  # top-k, penalties, minimal lengths: nothing of it may reach the sampler
-    hf.generation_config = transformers.GenerationConfig(
+    hf, filler, before = policy.hf, policy.tokenizer.pad_token_id or 0, policy.hf.generation_config
+    hf.generation_config = transformers.GenerationConfig(  # none of the model's own penalties or filters
         do_sample=False, use_cache=True, eos_token_id=policy.stop_ids or None, pad_token_id=filler)
     try:
         for room in sorted(set(draws.room.tolist())):
@@ -524,87 +306,6 @@ class Row:
     uncertain: list[bool] | None = None  # (T,) the tokens that --top-entropy selects
 
 
-class Packed(Plan):
-    """A plan for log-probabilities: one row of N tokens, each prompt once, then its completions' inputs.
-
-    A completion's queries see the keys of its prompt and its own; positions go on from the prompt's. The last token of
-    a completion predicts nothing and is left out. Attention is FlexAttention over the whole row, or scaled dot products
-    over keys and queries that are gathered to padded blocks of segments of similar length.
-    """
-
-    def __init__(self, rows: list[Row], device, flex: bool):
-        ids, position, prompts, self.prompts, self.segments, predictors = [], [], {}, [], [], []
-        for r in (row.rollout for row in rows):
-            length, before = r.prompt_length, len(ids)
-            prompt = prompts.setdefault((id(r.prompt), *r.ids[:length]), range(before, before + length))
-            if prompt.start == before:
-                ids += r.ids[:length]
-                position += range(length)
-                self.prompts.append(r.prompt)
-                self.segments.append((prompt, prompt[:0]))
-            own = range(len(ids), len(ids) + len(r.mask) - 1)
-            ids += r.ids[length:-1]
-            position += range(length, length + len(own))
-            self.segments.append((own, prompt))
-            predictors += [place for place, m in zip([prompt[-1], *own], r.mask, strict=True) if m]
-        self.ids, self.position, self.predictors = (
-            torch.tensor(x, device=device) for x in (ids, position, predictors))
-        self.masks: dict[tuple, Any] = {}
-        self.attend = self.flex if flex else self.by_blocks
-        self.own_and_prompt(device) if flex else self.make_blocks(device)
-
-    def make_blocks(self, device) -> None:
-        """Padded blocks of segments (queries; keys: the prompt's and their own), none under 0.6 of the longest."""
-        self.blocks, base = [], 0
-        self.place = torch.empty(len(self.ids), dtype=torch.long, device=device)  # of each token in the padded outputs
-        rest = sorted((part for part in self.segments if part[0]), key=lambda part: -len(part[0]))
-        while rest:
-            some = [part for part in rest if len(part[0]) >= 0.6 * len(rest[0][0])]
-            rest = rest[len(some) :]
-            q = pad([own for own, _ in some], -1, torch.long, device)
-            k = pad([[*prompt, *own] for own, prompt in some], -1, torch.long, device)
-            distance = self.position[q][:, :, None] - self.position[k][:, None].where(k[:, None] >= 0, 2**30)
-            self.blocks.append((q.clamp(min=0), k.clamp(min=0), distance))
-            real = (q >= 0).flatten().nonzero()[:, 0]
-            self.place[q.flatten()[real]] = base + real
-            base += q.numel()
-
-    def by_blocks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None
-                  ) -> Tensor:
-        """q (H, N, d), k and v (K, N, d) -> (N, H, d)."""
-        def rows(x: Tensor, index: Tensor) -> Tensor:
-            return x.index_select(1, index.flatten()).view(x.shape[0], *index.shape, x.shape[-1]).transpose(0, 1)
-
-        outs = [self.attention(rows(q, query), rows(k, key), rows(v, key), i, distance, scaling, window).flatten(0, 1)
-                for i, (query, key, distance) in enumerate(self.blocks)]
-        return torch.cat(outs).index_select(0, self.place)
-
-    def own_and_prompt(self, device) -> None:
-        """Number (N,) of each token's segment, and of its prompt's."""
-        first = {own.start: i for i, (own, prompt) in enumerate(self.segments) if not prompt}
-        own, prompt = zip(*((i, first[(before or span).start]) for i, (span, before) in enumerate(self.segments)
-                            for _ in span), strict=True)
-        self.own, self.prompt = torch.tensor(own, device=device), torch.tensor(prompt, device=device)
-
-    def flex(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        """As `by_blocks`; blocks of keys that no query of a block sees are skipped by the kernel."""
-        def sees(b, h, i, j):
-            near = (self.position[j] <= self.position[i]) & (self.position[i] - self.position[j] < (window or 2**30))
-            return near & ((self.own[j] == self.own[i]) | (self.own[j] == self.prompt[i]))
-
-        if window not in self.masks:
-            n = len(self.ids)
-            self.masks[window] = flex_attention.create_block_mask(sees, None, None, n, n, device=q.device)
-        kernel = compiled_flex() if q.is_cuda else flex_attention.flex_attention
-        out = kernel(q[None], k[None], v[None], block_mask=self.masks[window], scale=scaling, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
-
-@functools.cache
-def compiled_flex():
-    return torch.compile(flex_attention.flex_attention, dynamic=True)
-
-
 def micro_batches(rows: list[Row], budget: int, packed: bool) -> list[list[Row]]:
     """Batches of at most `budget` tokens (one row at least); packed, the rows of a prompt stay together.
 
@@ -629,12 +330,6 @@ def micro_batches(rows: list[Row], budget: int, packed: bool) -> list[list[Row]]
     return out
 
 
-def pad(rows: list, fill, dtype, device) -> Tensor:
-    """Rows of numbers, lengths up to T -> (b, T), filled on the right."""
-    width = max(1, *(len(row) for row in rows))
-    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], dtype=dtype, device=device)
-
-
 def token_logps(policy, hf, rows: list[Row], temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
     """Log-probability (b, T) of every sampled token at `temperature`, and the entropy there (or None).
 
@@ -644,9 +339,9 @@ def token_logps(policy, hf, rows: list[Row], temperature: float, entropy: bool =
     mask = pad([r.mask for r in rollouts], 0, torch.bool, policy.device)
     targets = pad([r.ids[r.prompt_length :] for r in rollouts], 0, torch.long, policy.device)[mask]
     if policy.engine == "fast":
-        plan = Packed(rows, policy.device, policy.flex)
+        plan = policy.plans.Packed(rollouts, policy.device, policy.flex)
         policy.task.on_forward(plan.prompts)
-        hidden = planned_forward(hf, plan.ids, plan.position, plan).index_select(0, plan.predictors)
+        hidden = policy.plans.planned_forward(hf, plan.ids, plan.position, plan).index_select(0, plan.predictors)
         logp, h = chunked_logps(hf.get_output_embeddings(), hidden, targets, temperature, entropy)
     else:
         logp, h = chunked_logps(lambda x: x, padded_logits(policy, hf, rollouts)[mask], targets, temperature, entropy)
@@ -661,15 +356,11 @@ def padded_logits(policy, hf, rollouts: list[Rollout]) -> Tensor:
     """
     left, width = max(r.prompt_length for r in rollouts), max(len(r.mask) for r in rollouts)
     filler = policy.tokenizer.pad_token_id or 0
-    ids, mask = [], []
-    for r in rollouts:
-        before, after = left - r.prompt_length, width - len(r.mask)
-        ids.append([filler] * before + r.ids + [filler] * after)
-        mask.append([0] * before + [1] * len(r.ids) + [0] * after)
-    mask = torch.tensor(mask, device=policy.device)
-    keywords = {"input_ids": torch.tensor(ids, device=policy.device), "attention_mask": mask}
+    ids = pad([[filler] * (left - r.prompt_length) + r.ids for r in rollouts], filler, torch.long, policy.device)
+    real = [[0] * (left - r.prompt_length) + [1] * len(r.ids) for r in rollouts]
+    keywords = {"input_ids": ids, "attention_mask": pad(real, 0, torch.long, policy.device)}
     if policy.takes_positions:
-        keywords["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        keywords["position_ids"] = (keywords["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     policy.task.on_forward([r.prompt for r in rollouts])
     return hf(**keywords, use_cache=False, logits_to_keep=width + 1).logits[:, -width - 1 : -1]
 
@@ -694,35 +385,10 @@ def chunked_logps(head, x: Tensor, targets: Tensor, temperature: float, entropy:
     return logp, h if entropy else None
 
 
-def measure_budget(policy, say, fallback: int = 16_384) -> int:
-    """The micro-batch budget, in tokens, with the most tokens a second forward and backward.
-
-    It is doubled from 2,048 on made-up rows of the run's own shape until that gains less than a twentieth or memory
-    runs out. Before any training: the gradients that it makes are thrown away. With --deterministic `fallback`: a
-    measurement is not repeatable.
-    """
-    args, best, rate, budget = policy.args, fallback if policy.args.deterministic else 2048, 0.0, 2048
-    length = max(1, min(args.max_new, policy.context // 2))
-    while not args.deterministic and budget <= 131_072:
-        prompts = [Prompt("") for _ in range(1 + budget // (length * (args.group + 1)))]
-        rows = [Row(Rollout(p, [5] * 2 * length, *([1] * length for _ in range(4)), "", []), 0.0)
-                for p in prompts for _ in range(args.group)]
-        batch = micro_batches(rows, budget, policy.engine == "fast")[0]
-        try:
-            for _ in range(2):  # the first may compile
-                begin = time.perf_counter()
-                token_logps(policy, policy.hf, batch, 1.0)[0].sum().backward()
-                float(next(p.grad for p in policy.model.parameters() if p.grad is not None).sum())  # waits for the GPU
-            now = budget / (time.perf_counter() - begin)
-        except (RuntimeError, MemoryError):
-            break
-        finally:
-            policy.model.zero_grad(set_to_none=True)
-        if now < 1.05 * rate:
-            break
-        best, rate, budget = budget, now, 2 * budget
-    say(f"--micro-tokens {best}" + (f", measured: {rate:,.0f} tokens a second" if rate else ""))
-    return best
+def pad(rows: list, fill, dtype, device) -> Tensor:
+    """Rows of numbers, lengths up to T -> (b, T), filled on the right."""
+    width = max(1, *(len(row) for row in rows))
+    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], dtype=dtype, device=device)
 
 
 @torch.no_grad()

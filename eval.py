@@ -30,6 +30,7 @@ from typing import Any
 
 from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, blame, is_users, load_task
 from rewards import equivalent
+from tasks.run_folder import strict_json
 
 ALL = 10**9  # --eval-size where every prompt is wanted
 
@@ -180,21 +181,6 @@ def pass_curve(records: list[dict], ks: list[int]) -> list[float | None]:
 def _majority_of(record: dict) -> bool | None:
     known = [(a, v) for a, v in zip(record["answers"], record["answers_correct"], strict=True) if v is not None]
     return majority([a for a, _ in known], [v for _, v in known]) if known else None
-
-
-def strict_json(value: Any) -> str:
-    """JSON on one line: what is not finite is null, NumPy's and torch's numbers are numbers, the rest is text."""
-    def clean(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {str(key): clean(item) for key, item in x.items()}
-        if isinstance(x, list | tuple):
-            return [clean(item) for item in x]
-        x = x.item() if hasattr(x, "item") else x
-        if isinstance(x, float) and not math.isfinite(x):
-            return None
-        return x if x is None or isinstance(x, bool | int | float | str) else str(x)
-
-    return json.dumps(clean(value), allow_nan=False)
 
 
 # ---- the command

@@ -300,8 +300,10 @@ class NlaTask(Task):
         old = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         rows = [{"step": step, **{key: record[key] for key in ("index", "reward", "mse", "fve")},
                  "text": record["answer"] or record["text"], "gold": record["gold"]} for record in records]
-        kept = [line for line in old if json.loads(line)["step"] < step]
-        path.write_text("".join(line + "\n" for line in [*kept, *map(json.dumps, rows)]), encoding="utf-8")
+        kept = [line for line in old if step_of(line) < step]
+        part = path.with_name(f".{path.name}.part")
+        part.write_text("".join(line + "\n" for line in [*kept, *map(json.dumps, rows)]), encoding="utf-8")
+        part.replace(path)
         said = {"fve": "held-out FVE", "fve_words_replaced": "with every content word replaced",
                 "fve_other_document": "against another document's vector", "fve_gold": "of the given texts",
                 "fve_gold_words_replaced": "of these with content words replaced"}
@@ -353,6 +355,14 @@ def others(found: list[tuple[Any, Prompt]]) -> list[tuple[Any, Prompt]]:
         turned = (*found[i + 1 :], *found[:i])
         out.append(next((pair for pair in turned if pair[1].meta["doc_id"] != prompt.meta["doc_id"]), found[i]))
     return out
+
+
+def step_of(line: str) -> float:
+    """The step of a table's line, infinite where the line is torn."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def clipped(text: str, most: int = 120) -> str:

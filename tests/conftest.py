@@ -23,12 +23,11 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import torch
 import transformers
 
-import engine
 import plot_run
 import train_grpo
 from data import Group, Prompt, Rollout, Score, Task
+from tasks import attention
 
-train_grpo.comments = functools.cache(train_grpo.comments)  # pure, and most of the time that resolving flags takes
 train_grpo.args_class = functools.cache(train_grpo.args_class)
 torch.set_num_threads(1)  # several small models: a second thread waits more than it works
 
@@ -95,7 +94,7 @@ def make_policy(*flags: str, kind: str = "llama", dtype=torch.float32, tokenizer
     args = make_args(*flags)
     model = random_model(kind, dtype=dtype, seed=seed)
     if ENGINE == "fast":
-        assert engine.install_attention(model)
+        assert attention.install_attention(model)
     return train_grpo.Policy(args, task or WordTask(args), model, model, tokenizer or word_tokenizer(), model.device,
                              engine=ENGINE)
 

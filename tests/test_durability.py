@@ -21,6 +21,7 @@ from test_run_folder import after_step, flip, in_a_fork, own_task, same_log, wit
 
 import train_grpo
 from data import UserError, blame
+from tasks import run_folder
 
 PYTHON = [sys.executable, str(ROOT / "train_grpo.py")]
 
@@ -99,14 +100,14 @@ def test_a_disk_that_is_full_at_any_write_leaves_no_half_file_and_what_was_saved
 
 
 def test_a_disk_that_takes_writes_again_before_the_end_loses_nothing(whole, words, command, tmp_path, monkeypatch):
-    real, calls = train_grpo.append_whole, itertools.count(1)
+    real, calls = run_folder.append_whole, itertools.count(1)
 
     def refused(path, data):
         if 3 <= next(calls) <= 9:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path, data)
 
-    monkeypatch.setattr(train_grpo, "append_whole", refused)
+    monkeypatch.setattr(run_folder, "append_whole", refused)
     ended = command(*whole[1], "--out", tmp_path, "--name", "a")
     assert ended.code == 0 and "cannot be written: No space left" in ended.out
     same_log(whole[0], tmp_path / "a")
@@ -137,7 +138,7 @@ def test_a_checkpoint_that_could_not_be_saved_is_due_again_and_the_last_one_deci
 
 def test_a_file_size_limit_is_a_full_disk(whole, tmp_path):
     def work():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))
         train_grpo.SAVE_PAUSES = ()
 
     assert forked_main([*whole[1], "--out", tmp_path, "--name", "a"], tmp_path / "out", work) == 3
@@ -153,7 +154,7 @@ def test_a_file_takes_all_that_is_added_or_nothing(tmp_path):
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
         with pytest.raises(OSError):
-            train_grpo.append_whole(path, b"y" * 10)
+            run_folder.append_whole(path, b"y" * 10)
 
     assert in_a_fork(work) == 0 and path.read_bytes() == b"x" * 15
 
@@ -191,7 +192,7 @@ def test_a_run_that_is_alive_can_be_neither_resumed_nor_overwritten(words, comma
     ready, wait = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        lock = train_grpo.hold(copy)  # noqa: F841
+        lock = run_folder.hold(copy)  # noqa: F841
         os.write(ready[1], b"x")
         os.read(wait[0], 1)
         os.kill(os.getpid(), signal.SIGKILL)

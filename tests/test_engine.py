@@ -17,6 +17,7 @@ import engine
 import train_grpo
 from data import Prompt, Task, TrainingFailed, UserError
 from engine import Row, draw, keep_top, micro_batches, token_logps
+from tasks import attention, engine_choice
 
 PROMPTS = [Prompt("w5"), Prompt("w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14"), Prompt("w9 w9 w4")]
 CHAT = ("{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
@@ -571,7 +572,7 @@ def test_a_replayed_step_reads_and_writes_the_same_tensors_each_time(monkeypatch
         length.copy_(before)
         return Graph, fed, out[0]
 
-    monkeypatch.setattr(engine.Cache, "capture", capture)
+    monkeypatch.setattr(attention.Cache, "capture", capture)
     policy = make_policy("--max-new", "30")
     policy.args = with_flags(policy.args, cuda_graphs=True)
     assert [row.ids for row in sampled(policy, 12)] == expected
@@ -591,7 +592,7 @@ def test_flex_attention_sees_what_the_gathered_blocks_see(window):
     shared = {tuple(row.rollout.ids[: row.rollout.prompt_length]): row.rollout.prompt for row in rows}
     for row in rows:
         row.rollout.prompt = shared[tuple(row.rollout.ids[: row.rollout.prompt_length])]
-    plans = [engine.Packed(rows, torch.device("cpu"), flex) for flex in (False, True)]
+    plans = [attention.Packed([row.rollout for row in rows], torch.device("cpu"), flex) for flex in (False, True)]
     n = len(plans[0].ids)
     assert n == 3 + 1 + 17 + sum(length - 1 for _, length in LENGTHS) and plans[1].ids.equal(plans[0].ids)
     q, k, v = torch.randn(4, n, 16), torch.randn(2, n, 16), torch.randn(2, n, 16)
@@ -601,7 +602,7 @@ def test_flex_attention_sees_what_the_gathered_blocks_see(window):
 
 def test_a_block_holds_segments_of_similar_length_and_every_token_once():
     rows = [Row(hand_rollout(prompt, [4] * n), 0.0) for prompt, n in LENGTHS]
-    plan = engine.Packed(rows, torch.device("cpu"), False)
+    plan = attention.Packed([row.rollout for row in rows], torch.device("cpu"), False)
     assert sorted(plan.place.tolist()) == sorted(set(plan.place.tolist())) and len(plan.place) == len(plan.ids)
     padded = sum(q.numel() for q, _, _ in plan.blocks)
     assert padded <= len(plan.ids) / 0.6
@@ -619,9 +620,9 @@ def measured(policy, monkeypatch, seconds):
         return (sum(p.sum() for p in policy.model.parameters()),)
 
     monkeypatch.setattr(engine, "token_logps", logps)
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(engine_choice.time, "perf_counter", lambda: clock[0])
     said = []
-    return engine.measure_budget(policy, said.append), said
+    return engine_choice.measure_budget(policy, engine, said.append), said
 
 
 def test_the_budget_grows_while_it_pays(monkeypatch):

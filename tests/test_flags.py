@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 import train_grpo
 from data import TASKS, UserError, load_task
+from tasks.flags import comments, field_types
 from train_grpo import RANGES, Args, resolve_args
 
 FIELDS = {field.name: field for field in dataclasses.fields(Args)}
-KINDS = train_grpo.field_types(Args)
+KINDS = field_types(Args)
 PRESETS = sorted((ROOT / "configs").glob("*.toml"))
 
 
@@ -308,7 +309,7 @@ def test_help_lists_every_flag_with_a_line_of_help(capsys, task):
     text = "".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
     cls = train_grpo.args_class(task)
-    notes = train_grpo.comments(cls)
+    notes = comments(cls)
     for field in dataclasses.fields(cls):
         assert f"--{field.name.replace('_', '-')}" in text
         assert len(notes[field.name]) > 5 and "".join(notes[field.name].split()) in text

@@ -316,11 +316,3 @@ def test_the_smoke_models_are_built_and_run(command, tmp_path, monkeypatch):
     assert "content words replaced" in ended.out and "given: " in ended.out
     (folder,) = (tmp_path / "cache" / "train_grpo").iterdir()
     assert {"base", "reconstructor", "activations.parquet", "model.safetensors"} <= {p.name for p in folder.iterdir()}
-
-
-def test_the_rough_captions_leave_something_to_find():
-    text = "Anna bought two red lamps, Paris; after Now: colour"
-    rough = [nla_warm.rough_caption(text, i) for i in range(400)]
-    exact = sum(caption == text for caption in rough) / 400
-    cut = sum(text.startswith(caption) and caption != text for caption in rough) / 400
-    assert 0.1 < exact < 0.25 and 0.4 < cut < 0.6

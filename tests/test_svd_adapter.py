@@ -13,6 +13,7 @@ import engine
 import train_grpo
 from data import Prompt, Rollout, UserError
 from engine import Row, token_logps
+from tasks import attention
 from tasks import hack_directions as H
 from tasks.svd_adapter import SVDModel, decompositions
 from tests.conftest import WordTask, make_args, make_policy, random_model, word_tokenizer
@@ -132,7 +133,7 @@ def test_the_reference_is_delta_zero_and_the_rollout_merge_leaves_no_trace():
     with policy.as_reference() as hf:
         assert torch.equal(hf(IDS).logits, base(IDS).logits)
     live = policy.hf(IDS).logits
-    assert engine.install_attention(policy.hf)
+    assert attention.install_attention(policy.hf)
     policy.engine = "fast"
     with engine.merged_lora(policy):
         assert all(layer.disable_adapters for layer in policy.model.layers.values())

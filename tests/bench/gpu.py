@@ -27,6 +27,7 @@ import engine
 import train_grpo
 from data import Group, Prompt, Score, Task
 from engine import Row, token_logps
+from tasks import engine_choice
 
 SHAPES = {  # hidden, layers, heads, by billions of weights
     "0.001": (64, 2, 4), "0.1": (768, 12, 12), "0.5": (1024, 24, 16), "1.5": (1536, 28, 12)}
@@ -49,7 +50,7 @@ def make_policy(hidden: int, layers: int, heads: int, vocab: int, dtype, device,
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
     policy = train_grpo.Policy(args, Task(args), model, hf, word_tokenizer(vocab), torch.device(device), "off")
-    policy.engine = engine.choose_engine(policy, print)
+    policy.engine = engine_choice.choose_engine(policy, engine, print)
     return policy
 
 
@@ -118,7 +119,7 @@ def measure(size: str, way: str, a) -> dict | None:
     dtype = torch.bfloat16 if a.device == "cuda" else torch.float32
     policy = make_policy(hidden, layers, heads, a.vocab, dtype, a.device, flags)
     args = policy.args
-    budget = engine.measure_budget(policy, print) if a.device == "cuda" else 1536
+    budget = engine_choice.measure_budget(policy, engine, print) if a.device == "cuda" else 1536
     optimizer = train_grpo.Optimizer(policy.model, args)
     if a.device == "cuda":
         torch.cuda.reset_peak_memory_stats()

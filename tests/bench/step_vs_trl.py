@@ -49,6 +49,7 @@ def our_policy(a, w):
     import engine
     import train_grpo
     from data import Task
+    from tasks import engine_choice
 
     flags = ["--adapter", "lora" if a.lora else "none", "--beta", str(a.beta), "--group", str(a.group), "--max-new",
              str(a.max_new), "--prompts", str(a.prompts_per_step), "--loss", a.loss, "--lr", str(a.lr), "--overlong",
@@ -64,7 +65,7 @@ def our_policy(a, w):
         reference = transformers.AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32)
         reference.requires_grad_(False)
     policy = train_grpo.Policy(args, Task(args), model, hf, tokenizer, hf.device, reference)
-    policy.engine = engine.choose_engine(policy, print)
+    policy.engine = engine_choice.choose_engine(policy, engine, print)
     return policy, train_grpo.Optimizer(model, args)
 
 
