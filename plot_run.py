@@ -28,20 +28,19 @@ STYLE = {
     "font.size": 10, "legend.fontsize": 9, "xtick.labelsize": 9, "ytick.labelsize": 9, "axes.formatter.limits": (-6, 6),
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555", "axes.axisbelow": True,
     "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.6, "axes.xmargin": 0.02, "legend.frameon": False,
-    "legend.handlelength": 1.4, "legend.columnspacing": 1.2, "savefig.dpi": 160, "text.usetex": False,
+    "legend.handlelength": 1.4, "legend.columnspacing": 1.2, "legend.borderpad": 0.2, "savefig.dpi": 160, "text.usetex": False,
 }  # fmt: skip
 LABELS = {"kl": "KL to reference", "eval_pass_at_k": "eval pass@k", "eval_maj_at_k": "eval maj@k"}
 COMPARED = "reward_mean,accuracy,eval_accuracy,kl,entropy,length_mean".split(",")
 
 
 class Panel(NamedTuple):
-    """One set of axes: columns and their legend names on the left scale and, in another unit, on the right one."""
+    """One set of axes: its label, and columns with their legend names."""
 
     label: str
-    left: dict[str, str]
-    right_label: str = ""
-    right: dict[str, str] = {}
+    columns: dict[str, str]
     stacked: bool = False
+    factors: dict[str, float] = {}  # what a column is multiplied by
 
 
 PANELS = {
@@ -49,18 +48,22 @@ PANELS = {
     "accuracy": Panel("accuracy", {"accuracy": "train", "eval_accuracy": "eval greedy", "eval_pass_at_k": "pass@k",
                                    "eval_maj_at_k": "maj@k"}),
     "parts": Panel("mean reward part", {}),  # its columns are the run's own
-    "loss": Panel("loss", {"loss": "loss", "policy_loss": "policy loss"}, "KL to reference", {"kl": "KL (right)"}),
+    "loss": Panel("loss", {"loss": "loss", "policy_loss": "policy loss"}),
+    "kl": Panel("KL to reference", {"kl": "KL"}),
     "entropy": Panel("entropy (nats)", {"entropy": "entropy"}),
-    "length": Panel("completion tokens", {"length_mean": "mean", "length_max": "longest"},
-                    "truncated share", {"truncated_share": "truncated (right)"}),
+    "length": Panel("completion tokens", {"length_mean": "mean", "length_max": "longest"}),
+    "truncated": Panel("truncated share", {"truncated_share": "truncated"}),
     "groups": Panel("groups", {f"groups_{name}": name for name in ("used", "constant", "dropped")}, stacked=True),
-    "clip": Panel("share of tokens clipped", {"clip_low_share": "low", "clip_high_share": "high"},
-                  "gradient norm", {"grad_norm": "norm (right)"}),
+    "clip": Panel("share of tokens clipped", {"clip_low_share": "low", "clip_high_share": "high"}),
+    "norm": Panel("gradient norm", {"grad_norm": "norm"}),
     "seconds": Panel("seconds per step", {f"seconds_{name}": name for name in ("rollout", "score", "update", "eval")},
                      stacked=True),
 }  # fmt: skip
+FACTORS = {"eval_fve": 100, "eval_hallucinations": 10, "eval_capture_rate": 100, "eval_clean_rate": 100}  # one scale
+CAPABILITY = Panel("capability vs faithfulness", {
+    name: f"{name[5:].replace('_', ' ')} × {factor}" for name, factor in FACTORS.items()}, factors=FACTORS)
 # The columns of the trainer; any other is its task's own and goes to task.png.
-KNOWN = {column for panel in PANELS.values() for column in [*panel.left, *panel.right]} | set(
+KNOWN = {column for panel in PANELS.values() for column in panel.columns} | set(
     "step time tokens tokens_total reward_std reward_min reward_max reward_std_group groups_sampled unscorable logp_gap"
     " ratio_mean ratio_max lr beta temperature advantage_mean advantage_std skipped_updates filtered_mass"
     " tokens_per_second peak_memory_gb".split())  # fmt: skip
@@ -94,26 +97,16 @@ def number(value: object) -> float | None:
         return float(value) if abs(float(value)) < 1e100 else None
 
 
-def read_columns(path: Path) -> dict[str, list[float | None]]:
-    """Columns of a metrics.csv. A line without its newline is still being written: it is left out."""
+def read_rows(path: Path) -> tuple[list[str], dict[float, dict[str, str]]]:
+    """Header and rows by step of a metrics.csv. A line without its newline is still being written and is left out."""
     lines = path.read_text("utf-8", errors="replace").split("\n")[:-1]
-    rows = [next(csv.reader([line]), []) for line in lines]  # one by one: a torn quote would swallow what follows it
-    header, by_step = rows[0] if rows else [], {}
-    for i, row in enumerate(rows[1:], start=1):
-        values = {"step": float(i)} | dict(zip(header, map(number, row), strict=False))
-        if len(row) == len(header) and values["step"] is not None:
-            by_step[values["step"]] = values  # a resumed run writes a step again: its last row counts
-    return {name: [by_step[step][name] for step in sorted(by_step)] for name in (["step", *header] if header else [])}
-
-
-def read_phases(path: Path) -> dict[float, str]:
-    """The steps of a metrics.csv at which its text column `phase` changes, each with the phase that begins."""
-    phases: dict[float, str] = {}
-    for row in csv.DictReader(path.read_text("utf-8", errors="replace").split("\n")[:-1]):
-        step, phase = number(row.get("step")), row.get("phase")
-        if step is not None and phase and phase != next(reversed(phases.values()), None):
-            phases[step] = phase
-    return phases
+    header, *rows = [next(csv.reader([line]), []) for line in lines] or [[]]  # a torn quote swallows no line after it
+    by_step = {}
+    for i, row in enumerate(rows, start=1):
+        values = {"step": str(i)} | dict(zip(header, row, strict=False))
+        if len(row) == len(header) and (step := number(values["step"])) is not None:
+            by_step[step] = values  # a resumed run writes a step again: its last row counts
+    return header, dict(sorted(by_step.items()))
 
 
 def read_records(path: Path) -> list[dict]:
@@ -126,13 +119,6 @@ def read_records(path: Path) -> list[dict]:
     return [by_step[step] for step in sorted(by_step.keys() - {None})]
 
 
-def evaluations(records: list[dict]) -> dict[str, tuple[list[float], list[float | None]]]:
-    """The numbers of evaluations under the names that the csv gives them, each with its steps."""
-    columns = {key: [number(record.get(key)) for record in records] for record in records for key in record}
-    steps = columns.pop("step", [])
-    return {"eval_" + key.removeprefix("eval_"): (steps, values) for key, values in columns.items()}
-
-
 def read_run(folder: str | Path) -> Run:
     """Reads a run folder, finished or not. ValueError, one sentence, where it is no run or has not begun."""
     if not (folder := Path(folder)).is_dir():
@@ -141,12 +127,18 @@ def read_run(folder: str | Path) -> Run:
         inside = [str(path.parent) for path in sorted(folder.glob("*/metrics.csv"))]
         hint = f"name some of the runs inside: {', '.join(inside)}" if inside else "it has no metrics.csv"
         raise ValueError(f"{folder} is not a run folder; {hint}.")
-    columns = read_columns(folder / "metrics.csv")
-    if not columns:
+    header, rows = read_rows(folder / "metrics.csv")
+    if not header:
         raise ValueError(f"{folder / 'metrics.csv'} is empty: the run has not come to its first step.")
+    columns = {name: [number(row[name]) for row in rows.values()] for name in ["step", *header]}
+    named = [(step, row["phase"]) for step, row in rows.items() if row.get("phase")]
+    phases = dict(new for old, new in zip([(0, ""), *named], named, strict=False) if old[1] != new[1])
     records = read_records(folder / "eval.jsonl")
+    steps = [number(record["step"]) for record in records]
+    evals = {"eval_" + key.removeprefix("eval_"): (steps, [number(record.get(key)) for record in records])
+             for key in {key: 0 for record in records for key in record if key != "step"}}
     curves = [answer["curves"] for answer in [{}, *records][-1].get("answers", []) if "curves" in answer]
-    return Run(folder.resolve().name, columns, evaluations(records), curves, read_phases(folder / "metrics.csv"))
+    return Run(folder.resolve().name, columns, evals, curves, phases)
 
 
 def smoothed(values: list[float | None], weight: float) -> list[float]:
@@ -164,9 +156,12 @@ def plain(text: str) -> str:
     return ("\u200a" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
-def draw_line(ax: Axes, run: Run, metric: str, label: str, index: int, smooth: float) -> None:
+def draw_line(ax: Axes, run: Run, metric: str, label: str, index: int, smooth: float, factor: float) -> None:
     """A light line of what was logged under a strong smoothed one; sparse values as they are, with markers."""
     steps, values, alone = run.series(metric)
+    values = [factor * y for y in values]
+    if not steps:
+        return
     look = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
     if smooth > 0 and len(alone) < len(values):
         ax.plot(steps, values, alpha=0.28, linewidth=0.9, **look)
@@ -177,43 +172,32 @@ def draw_line(ax: Axes, run: Run, metric: str, label: str, index: int, smooth: f
 
 def draw_panel(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
     """One panel: a colour a column for a single run, a colour a run for several."""
-    labels, single, handles, first = panel.left | panel.right, len(runs) == 1, [], runs[0].columns
-    left, right = ([x for x in side if any(run.series(x)[0] for run in runs)] for side in (panel.left, panel.right))
-    twin = ax.twinx() if left and right else ax
+    labels, single, first = panel.columns, len(runs) == 1, runs[0].columns
     if panel.stacked:  # a bar a step, with no gaps between
         edges = [*(x - 0.5 for x in first["step"]), first["step"][-1] + 0.5]
-        stack = [[y or 0.0 for y in [*first[name], first[name][-1]]] for name in left]
-        ax.stackplot(edges, stack, labels=map(labels.get, left), colors=COLOURS, step="post", alpha=0.75, lw=0)
-    if single and "reward_mean" in left and "reward_std" in first:
+        stack = {labels[x]: [y or 0.0 for y in [*first[x], first[x][-1]]] for x in labels if runs[0].series(x)[0]}
+        ax.stackplot(edges, stack.values(), labels=stack.keys(), colors=COLOURS, step="post", alpha=0.75, lw=0)
+    if single and "reward_mean" in labels and "reward_std" in first:
         mean, std = (smoothed(first[name], smooth) for name in ("reward_mean", "reward_std"))
         low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
         ax.fill_between(first["step"], low, high, color=COLOURS[0], alpha=0.13, linewidth=0, label="±1σ")
-    for side, columns, label in ((ax, left, panel.label), (twin, right, panel.right_label)):
-        for i, run in enumerate(runs if not panel.stacked else []):
-            for column in (column for column in columns if run.series(column)[0]):
-                name, index = (labels[column], list(labels).index(column)) if single else (run.name, i)
-                draw_line(side, run, column, name, index, smooth)
-        if columns:
-            side.set_ylabel(plain(label))
-            handles += side.get_legend_handles_labels()[0]
-            low, high = side.dataLim.intervaly
-            if 0 <= low <= high / 2:  # near zero begins at zero
-                side.set_ylim(-0.03 * (high or 1), None if high else 1)
-        some = sorted(y for run in runs for y in run.series("kl")[1] if y > 0 or y < 0)  # it is 0 at the first step
-        if columns == ["kl"] and some and 0 < some[0] <= some[len(some) // 10] < some[-1] / 100:
-            side.set_yscale("log", nonpositive="mask")
-            side.set_ylim(max(some[0], some[-1] * 1e-6) / 2, None)
+    for i, run in enumerate(runs if not panel.stacked else []):
+        for j, (column, name) in enumerate(labels.items()):
+            draw_line(ax, run, column, *((name, j) if single else (run.name, i)), smooth, panel.factors.get(column, 1))
+    ax.set_ylabel(plain(panel.label))
+    low, high = ax.dataLim.intervaly
+    if 0 <= low <= high / 2:  # near zero begins at zero
+        ax.set_ylim(-0.03 * (high or 1), None if high else 1)
+    some = sorted(y for run in runs for y in run.series("kl")[1] if y > 0 or y < 0)  # it is 0 at the first step
+    if "kl" in labels and some and 0 < some[0] <= some[len(some) // 10] < some[-1] / 100:
+        ax.set_yscale("log", nonpositive="mask")
+        ax.set_ylim(max(some[0], some[-1] * 1e-6) / 2, None)
     for step, phase in runs[0].phases.items() if single else ():
         ax.axvline(step - 0.5, color="#555555", linewidth=0.8, linestyle=":")
-        ax.annotate(phase.lower(), (step - 0.4, 0.98), xycoords=ax.get_xaxis_transform(), va="top", fontsize=7,
-                    rotation=90, color="#555555", annotation_clip=True)
-    if twin is not ax:
-        colour = COLOURS[list(labels).index(right[0])]
-        twin.spines["right"].set(visible=True, color=colour)
-        twin.tick_params(axis="y", colors=colour, grid_alpha=0)
-    if single and len(handles) > 1:  # above the axes, where it covers nothing, and right of a factor such as 1e-8
+        ax.text(step - 0.4, 0.98, phase.lower(), transform=ax.get_xaxis_transform(), va="top", size=7, rotation=90)
+    if single and len(ax.get_legend_handles_labels()[0]) > 1:  # above the axes, and right of a factor such as 1e-8
         place = (0 if 1e-5 < max(map(abs, ax.dataLim.intervaly)) < 1e6 else 0.1, 1)
-        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=min(4, len(handles)), borderpad=0.2)
+        ax.legend(loc="lower left", bbox_to_anchor=place, ncols=2 if len("".join(labels.values())) > 40 else 4)
 
 
 def grid(n: int) -> tuple[Figure, int, int]:
@@ -225,7 +209,7 @@ def grid(n: int) -> tuple[Figure, int, int]:
 @matplotlib.rc_context(STYLE)
 def draw_figure(runs: list[Run], panels: list[Panel], smooth: float = 0.8) -> Figure | None:
     """The panels that have data, at most three a row; None where none has."""
-    shown = [panel for panel in panels if any(run.series(x)[0] for run in runs for x in panel.left | panel.right)]
+    shown = [panel for panel in panels if any(run.series(x)[0] for run in runs for x in panel.columns)]
     figure, across, down = grid(len(shown))
     for i, panel in enumerate(shown):
         ax = figure.add_subplot(down, across, i + 1, sharex=figure.axes[0] if i else None)
@@ -274,11 +258,12 @@ def save(figure: Figure, path: Path) -> Path:
 def standard(run: Run) -> dict[str, list[Panel]]:
     """The panels of each standard picture."""
     parts = {name: name.removeprefix("part_") for name in run.columns if name.startswith("part_")}
-    panels = PANELS | {"parts": PANELS["parts"]._replace(left=parts)}
+    panels = PANELS | {"parts": PANELS["parts"]._replace(columns=parts)}
     own = [x for x in run.columns if x not in KNOWN | set(parts) | {f"eval_{name}" for name in run.columns}]
     task = [Panel(name.replace("_", " "), {name: "train", f"eval_{name}": "eval"}) for name in own]
-    single = {name: [panels[name]] for name in ("reward", "accuracy", "parts", "loss")}
-    return {"overview": list(panels.values()), **single, "task": task}
+    both = [CAPABILITY] * any(run.series(name)[0] for name in [*FACTORS][1:])
+    return {"overview": [*panels.values()]} | {name: [panels[name]] for name in ("reward", "accuracy", "parts")} | {
+        "loss": [panels["loss"], panels["kl"]], "task": task, "capability_vs_faithfulness": both}
 
 
 def plot_run(folder: str | Path, out_dir: str | Path | None = None, smooth: float = 0.8) -> list[Path]:
@@ -286,20 +271,18 @@ def plot_run(folder: str | Path, out_dir: str | Path | None = None, smooth: floa
     run, out_dir = read_run(folder), Path(out_dir or Path(folder) / "plots")
     out_dir.mkdir(parents=True, exist_ok=True)
     figures = {name: draw_figure([run], panels, smooth) for name, panels in standard(run).items()}
-    figures["curves"] = draw_curves(run)
-    return [save(figure, out_dir / f"{name}.png") for name, figure in figures.items() if figure]
+    every = [*figures.items(), ("curves", draw_curves(run))]
+    return [save(figure, out_dir / f"{name}.png") for name, figure in every if figure]
 
 
 def choose(wanted: list[str], names: list[str]) -> list[Panel]:
     """One panel for each metric that is meant by a name or a pattern. ValueError, one sentence, for an unknown one."""
-    found = {}
-    for want in wanted:
-        matches = [want] if want in names else fnmatch.filter(names, want)
-        if not matches:
-            near = ", ".join(difflib.get_close_matches(want, names, 4, 0.5)) or "nothing (--list shows all)"
-            raise ValueError(f"no metric {want!r}; near it: {near}.")
-        found |= {name: Panel(LABELS.get(name, name.replace("_", " ")), {name: name}) for name in matches}
-    return list(found.values())
+    found = {want: [want] if want in names else fnmatch.filter(names, want) for want in wanted}
+    for want in (want for want in found if not found[want]):
+        near = ", ".join(difflib.get_close_matches(want, names, 4, 0.5)) or "nothing (--list shows all)"
+        raise ValueError(f"no metric {want!r}; near it: {near}.")
+    return [Panel(LABELS.get(name, name.replace("_", " ")), {name: name})
+            for name in dict.fromkeys(name for some in found.values() for name in some)]
 
 
 def command(args: argparse.Namespace) -> list[object]:
@@ -318,8 +301,8 @@ def command(args: argparse.Namespace) -> list[object]:
     if args.out or args.metrics or len(runs) > 1:
         wanted = args.metrics.split(",") if args.metrics else [name for name in COMPARED if name in names]
         panels = choose(wanted, names) if args.metrics or len(runs) > 1 else standard(runs[0])["overview"]
-        figure = draw_figure(runs, panels, args.smooth)
-        pictures = [save(figure, args.out or Path("comparison.png"))] if figure else []
+        figure, path = draw_figure(runs, panels, args.smooth), args.out or Path("comparison.png")
+        pictures = [save(figure, path)] if figure else []
     else:
         pictures = plot_run(args.runs[0], smooth=args.smooth)
     if not pictures:

@@ -141,7 +141,7 @@ def test_standard_pictures_of_a_run(tmp_path):
 def test_task_panels_hold_what_the_trainer_does_not_know_with_its_evaluation(tmp_path):
     columns = ["step", "kl", "truncated_share", "calls", "eval_calls", "eval_truncated_share", "eval_other", "part_a"]
     run = pr.read_run(make_run(tmp_path / "a", [line(1, columns)], columns=columns))
-    drawn = [[name for name in panel.left if run.series(name)[0]] for panel in pr.standard(run)["task"]]
+    drawn = [[name for name in panel.columns if run.series(name)[0]] for panel in pr.standard(run)["task"]]
     assert drawn == [["calls", "eval_calls"], ["eval_other"]]
 
 
@@ -284,7 +284,7 @@ def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path, capsys):
 
 def test_patterns_choose_metrics(tmp_path):
     panels = pr.choose(["part_*", "kl"], ["kl", "part_a", "part_b", "loss"])
-    assert [name for panel in panels for name in panel.left] == ["part_a", "part_b", "kl"]
+    assert [name for panel in panels for name in panel.columns] == ["part_a", "part_b", "kl"]
 
 
 def test_unknown_metric_names_the_nearest(tmp_path, capsys):
@@ -347,3 +347,15 @@ def test_curves_of_the_last_evaluation_are_drawn_on_the_axes_of_the_dots(tmp_pat
     assert len(ax.get_lines()) == 4 and [text.get_text() for text in ax.get_legend().get_texts()] == ["x", "y"]
     assert folder / "plots" / "curves.png" in pr.plot_run(folder)
     assert pr.draw_curves(pr.read_run(make_run(tmp_path / "b", [line(1)]))) is None
+
+
+def test_capability_and_faithfulness_share_a_picture_where_a_judge_was_asked(tmp_path):
+    judged = [{"step": step, "fve": 0.2 * step, "hallucinations": 4 - step, "clean_rate": None} for step in (0, 2)]
+    folder = make_run(tmp_path / "a", [line(1), line(2)], "".join(json.dumps(record) + "\n" for record in judged))
+    assert folder / "plots" / "capability_vs_faithfulness.png" in pr.plot_run(folder)
+    run = pr.read_run(folder)
+    (ax,) = pr.draw_figure([run], pr.standard(run)["capability_vs_faithfulness"]).axes
+    lines = {drawn.get_label(): list(drawn.get_ydata()) for drawn in labelled(ax)}
+    assert lines == {"fve × 100": [0, 40], "hallucinations × 10": [40, 20]}
+    alone = make_run(tmp_path / "b", [line(1)], '{"step": 0, "fve": 0.1}\n')
+    assert pr.standard(pr.read_run(alone))["capability_vs_faithfulness"] == []
