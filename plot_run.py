@@ -27,8 +27,8 @@ DASHES = ["-", "--", "-.", ":"]  # the ninth line is the first colour again, das
 STYLE = {
     "font.size": 10, "legend.fontsize": 9, "xtick.labelsize": 9, "ytick.labelsize": 9, "axes.formatter.limits": (-6, 6),
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555", "axes.axisbelow": True,
-    "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.6, "axes.xmargin": 0.02, "legend.frameon": False,
-    "legend.handlelength": 1.4, "legend.columnspacing": 1.2, "legend.borderpad": 0.2, "savefig.dpi": 160, "text.usetex": False,
+    "axes.grid": True, "grid.color": "#e6e6e6", "axes.xmargin": 0.02, "legend.frameon": False, "legend.borderpad": 0.2,
+    "legend.handlelength": 1.4, "legend.columnspacing": 1.2, "savefig.dpi": 160, "text.usetex": False,
 }  # fmt: skip
 LABELS = {"kl": "KL to reference", "eval_pass_at_k": "eval pass@k", "eval_maj_at_k": "eval maj@k"}
 COMPARED = "reward_mean,accuracy,eval_accuracy,kl,entropy,length_mean".split(",")

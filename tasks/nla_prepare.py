@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -263,32 +262,12 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     return own
 
 
-def load(own: argparse.Namespace):
-    """(model, tokenizer) on the GPU where there is one, in bfloat16 there and in float32 on the CPU."""
-    import transformers
-
-    cuda = torch.cuda.is_available()
-    keywords: dict[str, Any] = {"dtype": torch.bfloat16 if cuda else torch.float32}
-    if own.load_4bit:
-        if not cuda or not transformers.utils.is_bitsandbytes_available():
-            raise UserError("--load-4bit needs a CUDA device and the bitsandbytes package")
-        keywords["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(own.model)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            own.model, device_map={"": 0} if cuda else None, **keywords)
-    except Exception as error:  # each library has its own classes for a wrong path, an unreachable hub, a broken file
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--model {own.model} cannot be loaded: {type(error).__name__}: {reason}") from error
-    return model, tokenizer
-
-
 def main(argv: list[str]) -> None:
+    from tasks.sft import load_base  # which brings another task's libraries
+
     try:
         own = read_flags(argv)
-        model, tokenizer = load(own)
+        model, tokenizer = load_base(own.model, own.load_4bit, half=True)
         bad = BadRecords(own.text)
         if own.text == "generated":
             docs: Iterable[Document] = documents(own.documents or 2000, own.seed)

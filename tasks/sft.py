@@ -70,11 +70,12 @@ def make_task(own: argparse.Namespace) -> PhysicsTask:
     return PhysicsTask(types.SimpleNamespace(**{**core, **defaults, **given, "model": "tiny"}))
 
 
-def load(own: argparse.Namespace):
-    """(model, tokenizer): the trained weights are float32, the others bfloat16 on CUDA."""
+def load_base(name: str, load_4bit: bool, half: bool):
+    """(model, tokenizer) of a causal LM with a chat template, on the GPU where there is one: there in bfloat16 where
+    `half`, else in float32. UserError where it cannot be loaded."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    keywords = {"dtype": torch.bfloat16 if device == "cuda" and own.lora_r else torch.float32}
-    if own.load_4bit:
+    keywords = {"dtype": torch.bfloat16 if device == "cuda" and half else torch.float32}
+    if load_4bit:
         if device == "cpu" or transformers.utils.is_bitsandbytes_available() is False:
             raise UserError("--load-4bit needs a CUDA device and the bitsandbytes package")
         keywords["quantization_config"] = transformers.BitsAndBytesConfig(
@@ -82,14 +83,19 @@ def load(own: argparse.Namespace):
             bnb_4bit_compute_dtype=torch.bfloat16)
         keywords["device_map"] = {"": 0}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(own.model)
-        model = transformers.AutoModelForCausalLM.from_pretrained(own.model, **keywords)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, **keywords)
     except Exception as error:  # each library has its own classes for a wrong path, an unreachable hub, a broken file
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--model {own.model} cannot be loaded: {type(error).__name__}: {reason}") from error
+        raise UserError(f"--model {name} cannot be loaded: {type(error).__name__}: {reason}") from error
     if tokenizer.chat_template is None:
-        raise UserError(f"the tokenizer of {own.model} has no chat template; take an instruct model")
-    model = model if own.load_4bit else model.to(device)
+        raise UserError(f"the tokenizer of {name} has no chat template; take an instruct model")
+    return model if load_4bit else model.to(device), tokenizer
+
+
+def load(own: argparse.Namespace):
+    """(model, tokenizer): the trained weights are float32, the others bfloat16 on CUDA."""
+    model, tokenizer = load_base(own.model, own.load_4bit, own.lora_r > 0)
     torch.manual_seed(own.seed)
     if own.lora_r:
         import peft
