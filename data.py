@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import gzip
 import hashlib
 import importlib
 import importlib.util
 import json
 import sys
-import traceback
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -260,20 +257,6 @@ class Task:
         raise UserError(f"task {type(self).__name__} has no demonstrations for --model tiny; give another --model")
 
 
-def blame(error: BaseException) -> str:
-    """'TypeError: text (my_rewards.py:12)': a failure with the last place in a file that is neither ours nor a
-    library's, so in the user's own code, where it went through one."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
-def is_users(file: str) -> bool:
-    path, home = Path(file), Path(__file__).resolve().parent
-    return path.is_file() and "site-packages" not in path.parts and Path(json.__file__).parents[1] not in path.parents \
-        and path.resolve().parent not in (home, home / "tasks")
-
-
 def _attempt(fn: Callable, *args):
     try:
         return fn(*args)
@@ -372,67 +355,17 @@ def read_records(source: str, bad: BadRecords, split: str = "train") -> Iterator
 
     A hub id may name its configuration, `openai/gsm8k:main`. A line that is not a JSON object is counted in `bad`.
     """
+    from tasks.records import from_file, from_hub
+
     path = Path(source)
     if path.is_dir():
         raise UserError(f"{source} is a folder; name a .jsonl, .json or .parquet file in it")
     if path.is_file():
-        yield from _read_file(path, bad)
+        yield from from_file(path, bad)
     elif path.suffix in (".jsonl", ".json", ".parquet", ".gz") or source.startswith(("/", ".", "~")):
         raise UserError(f"there is no data file {source}")
     else:
-        yield from _read_hub(source, bad, split)
-
-
-def _read_file(path: Path, bad: BadRecords) -> Iterator[tuple[dict, str]]:
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
-            lines = (row for batch in batches for row in batch.to_pylist())
-        elif path.suffix == ".json":
-            lines = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(lines, list):
-                raise UserError(f"{path} must hold a JSON list of records")
-        else:
-            with path.open("rb") as magic:
-                opener = gzip.open if magic.read(2) == b"\x1f\x8b" else open
-            lines = opener(path, "rt", encoding="utf-8-sig", errors="replace")
-        for number, line in enumerate(lines, 1):
-            if isinstance(line, str) and not line.strip():
-                continue
-            bad.total += 1
-            try:
-                record = json.loads(line) if isinstance(line, str) else line
-                json.dumps(record, ensure_ascii=False, default=str).encode()  # half a surrogate pair is no text
-            except (ValueError, RecursionError):
-                record = None
-            if isinstance(record, dict):
-                yield record, f"line {number}"
-            else:
-                bad.add("not a JSON object", f"line {number}")
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-
-
-def _read_hub(source: str, bad: BadRecords, split: str) -> Iterator[tuple[dict, str]]:
-    from datasets import load_dataset
-
-    name, _, config = source.partition(":")
-    try:
-        rows = load_dataset(name, config or None, split=split)
-    except Exception as error:  # offline, unknown id, gated: datasets raises a different class for each
-        reason = str(error).strip().split("\n")[0][:200]
-        raise UserError(f"{source} (split {split}) is no local file and the hub gave no such data set "
-                        f"({type(error).__name__}: {reason}); give a local file with --data / --eval-data") from error
-    for number, record in enumerate(rows, 1):
-        bad.total += 1
-        yield record, f"row {number}"
-
-
-def is_local(source: str) -> bool:
-    """Whether a data source is a file (or looks like one) rather than a hub id."""
-    return Path(source).is_file() or source.endswith((".jsonl", ".json", ".parquet", ".gz"))
+        yield from from_hub(source, bad, split)
 
 
 def load_prompts(source: str, convert: Callable[[dict], Prompt | None], max_bad: float, split: str = "train"
@@ -458,6 +391,8 @@ def train_and_heldout(args, convert: Callable[[dict], Prompt | None]) -> tuple[l
     local file by seed (at most a tenth of it). --eval-size of them are kept, drawn by seed 0 so that every run of a
     sweep is measured on the same ones.
     """
+    from tasks.records import is_local
+
     train, notes = load_prompts(args.data, convert, args.max_bad_records)
     order = rng_of(0, "heldout")
     if args.eval_data or not is_local(args.data):

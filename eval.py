@@ -15,22 +15,19 @@ if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a tra
     signal.signal(signal.SIGINT, lambda number, _: os._exit(128 + number))
 
 import argparse
-import contextlib
-import itertools
 import json
 import math
-import re
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, blame, is_users, load_task
+from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, load_task
 from rewards import equivalent
-from tasks.run_folder import strict_json
+from tasks.faults import blame, noticed
+from tasks.flags import Parser
+from tasks.run_folder import best_checkpoint, strict_json, write_atomic
 
 ALL = 10**9  # --eval-size where every prompt is wanted
 
@@ -101,27 +98,6 @@ def judge(task: Task, rollouts: list[list[Rollout]]) -> list[Group]:
     return groups
 
 
-@contextlib.contextmanager
-def noticed(seconds: float):
-    """Within: a line on stderr every so many seconds that tells where a scorer is, for it may hang."""
-    thread, over = threading.get_ident(), threading.Event()
-
-    def tell() -> None:
-        for n in itertools.count(1):
-            if over.wait(seconds):
-                return
-            stack = traceback.extract_stack(sys._current_frames()[thread])
-            place = next((f for f in reversed(stack) if is_users(f.filename)), stack[-1])
-            print(f"scoring has taken {n * seconds:.0f} s, it is at {place.filename}:{place.lineno}; if it hangs, "
-                  "Ctrl-C saves the run and a second one ends it", file=sys.stderr, flush=True)
-
-    threading.Thread(target=tell, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
 def evaluate(task: Task, sample: Sample, prompts: list[Prompt], k: int = 0, temperature: float = 0.8
              ) -> tuple[dict[str, float | None], list[dict], list[Group]]:
     """Metrics, one record a prompt, and the greedy groups (one rollout each).
@@ -184,11 +160,6 @@ def _majority_of(record: dict) -> bool | None:
 
 
 # ---- the command
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
-
-
 def read_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's flags, and the rest, which train_grpo.py knows."""
     parser = Parser(prog="eval.py", allow_abbrev=False, description=__doc__, epilog="And any flag of train_grpo.py.",
@@ -223,16 +194,6 @@ def find_run(model: str) -> tuple[str, dict]:
             values = {name: value for name, value in config["args"].items() if value is not None}
             return str(best_checkpoint(path) if folder == path else path), values
     return model, {}
-
-
-def best_checkpoint(run: Path) -> Path:
-    if (run / "checkpoints" / "best").is_dir():
-        return run / "checkpoints" / "best"
-    steps = [(int(found[1]), path) for path in (run / "checkpoints").glob("step_*")
-             if (found := re.fullmatch(r"step_(\d+)", path.name)) and path.is_dir()]
-    if not steps:
-        raise UserError(f"{run} has no checkpoint yet; give its --model instead")
-    return max(steps)[1]
 
 
 def resolve(own: argparse.Namespace, rest: list[str]):
@@ -275,15 +236,11 @@ def print_table(metrics: dict[str, float | None], records: list[dict], k: int, s
 
 def write_records(path: Path, records: list[dict]) -> None:
     """One strict JSON line a record; the file appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text("".join(strict_json(record) + "\n" for record in records), encoding="utf-8")
-        os.replace(temporary, path)
+        write_atomic(path, "".join(strict_json(record) + "\n" for record in records).encode())
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -72,7 +72,7 @@ from data import (
     seed_of,
 )
 from engine import Row, fill_logps, micro_batches, pad, rollout, token_logps
-from eval import best_checkpoint, evaluate, judge
+from eval import evaluate, judge
 from rewards import length_penalty
 from tasks import attention, publish
 from tasks.engine_choice import choose_engine, measure_budget
@@ -91,6 +91,7 @@ from tasks.run_folder import (
     Console,
     Run,
     advice,
+    best_checkpoint,
     best_saved,
     check_files,
     checkpoints,

@@ -11,8 +11,9 @@ import json
 import types
 from collections.abc import Callable
 
-from data import Group, Prompt, Rollout, Score, Task, UserError, blame, train_and_heldout
+from data import Group, Prompt, Rollout, Score, Task, UserError, train_and_heldout
 from rewards import BadReward, call_reward, equivalent, final_answer, load_reward, weighted_sum
+from tasks.faults import blame
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # what TRL does not pass on as a column either
 

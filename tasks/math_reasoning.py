@@ -27,7 +27,6 @@ from data import (
     Score,
     Task,
     UserError,
-    is_local,
     load_prompts,
     rng_of,
     seed_of,
@@ -43,6 +42,7 @@ from tasks.process_reward import (
     split_steps,
     step_accuracy,
 )
+from tasks.records import is_local
 from tasks.self_play import SelfPlay
 from tasks.word_problems import (
     MAX_PROBLEMS,

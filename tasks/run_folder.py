@@ -496,3 +496,11 @@ def first_to_last(rows: list[dict]) -> list[str]:
     names = [name for name in rows[-1] if name == "reward_mean" or name.startswith("part_")] if rows else []
     pairs = [(name, rows[0].get(name), rows[-1][name]) for name in names]
     return [f"{name} {first:.3f} → {last:.3f}" for name, first, last in pairs if None not in (first, last)]
+
+
+def best_checkpoint(run: Path) -> Path:
+    """checkpoints/best, else the newest. UserError where there is none."""
+    found = [path for path in (run / "checkpoints" / "best", *checkpoints(run)) if path.is_dir()]
+    if not found:
+        raise UserError(f"{run} has no checkpoint yet; give its --model instead")
+    return found[0]

@@ -20,8 +20,9 @@ from conftest import ROOT, make_args, read_csv, read_jsonl
 from test_run_folder import after_step, flip, in_a_fork, own_task, same_log, within_step
 
 import train_grpo
-from data import UserError, blame
+from data import UserError
 from tasks import run_folder
+from tasks.faults import blame
 
 PYTHON = [sys.executable, str(ROOT / "train_grpo.py")]
 
