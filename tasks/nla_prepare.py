@@ -93,11 +93,22 @@ def residuals(model, layer: int, windows: list[list[int]], places: list[list[int
     return [rows.float().cpu().numpy() for rows in kept]
 
 
-def cut(document: Document, tokenizer, recipe: Recipe, seed: int) -> Iterator[tuple[list[int], list[int], list[str]]]:
-    """(ids, places, texts) of each window of a document: the positions drawn in it, and what an explanation may say."""
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A piece of a document: its token ids, positions drawn in it, what an explanation of each may say, its text."""
+
+    ids: list[int]
+    places: list[int]
+    texts: list[str]
+    source: str
+
+
+def cut(document: Document, tokenizer, recipe: Recipe, seed: int) -> Iterator[Window]:
+    """The windows of a document in which a position can be drawn; each begins with the BOS where there is one."""
     encoded = tokenizer(document.text, return_offsets_mapping=True, verbose=False)
     ids, spans = encoded["input_ids"], encoded["offset_mapping"]
-    for number, start in enumerate(range(0, len(ids), recipe.context)):
+    bos = ids[:1] if ids and spans[0][0] == spans[0][1] else []  # special tokens stand for no text
+    for number, start in enumerate(range(len(bos), len(ids), recipe.context)):
         window = range(start, min(start + recipe.context, len(ids)))
         allowed = [i for i in window if i - start >= recipe.first and spans[i][1] > spans[i][0]]
         if document.cuts:
@@ -110,8 +121,9 @@ def cut(document: Document, tokenizer, recipe: Recipe, seed: int) -> Iterator[tu
             texts = [document.caption_at(spans[i][1]) for i in picked]
         else:
             bounds = [(max(start, i - recipe.around), min(window[-1], i + recipe.around)) for i in picked]
-            texts = [document.text[spans[a][0] : spans[b][1]].strip() for a, b in bounds]
-        yield ids[start : window[-1] + 1], [i - start for i in picked], texts
+            texts = [document.text[spans[a][0] : spans[b][1] or None].strip() for a, b in bounds]
+        yield Window(bos + ids[start : window[-1] + 1], [i - start + len(bos) for i in picked], texts,
+                     document.text[spans[start][0] : spans[window[-1]][1] or None])
 
 
 def prepare(model, tokenizer, layer: int, docs: Iterable[Document], out: str | Path, seed: int,
@@ -188,15 +200,15 @@ def dump_meta(meta: Meta, scale: str | float) -> str:
 def _activations(model, tokenizer, layer: int, docs: Iterable[Document], seed: int, recipe: Recipe) -> Iterator[dict]:
     model.eval()
     given = 0
-    windows = ((document, *window) for document in docs for window in cut(document, tokenizer, recipe, seed))
+    windows = ((document.doc_id, window) for document in docs for window in cut(document, tokenizer, recipe, seed))
     for some in chunks(windows, recipe.batch):
-        found = residuals(model, layer, [ids for _, ids, _, _ in some], [places for _, _, places, _ in some])
-        for (document, _, _, texts), vectors in zip(some, found, strict=True):
-            for text, vector in zip(texts, vectors, strict=True):
+        found = residuals(model, layer, [window.ids for _, window in some], [window.places for _, window in some])
+        for (doc_id, window), vectors in zip(some, found, strict=True):
+            for text, vector in zip(window.texts, vectors, strict=True):
                 if given == recipe.max_rows > 0:
                     return
                 given += 1
-                yield {"activation_vector": vector, "doc_id": document.doc_id, "text": text, "source": document.text}
+                yield {"activation_vector": vector, "doc_id": doc_id, "text": text, "source": window.source}
 
 
 def chunks(items: Iterable, size: int) -> Iterator[list]:

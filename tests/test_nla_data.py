@@ -1,5 +1,6 @@
 """The files of task nla: sidecars against the live tokenizer, the reader, documents, and making a file."""
 
+import copy
 import dataclasses
 import json
 import tracemalloc
@@ -13,6 +14,7 @@ import transformers
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from data import BadRecords, UserError
 from tasks import nla_data, nla_prepare
@@ -302,7 +304,20 @@ def test_long_documents_are_cut_and_text_is_what_stands_around_the_position(toke
     prepare(model, tokenizer, 0, [Document(text), Document("no")], tmp_path, 0, Recipe(3, 40, 4, 6, 2), "m")
     rows, _ = load_rows(tmp_path, 0, read_meta(tmp_path, tokenizer), 0.0)
     assert len(rows) > 30 and len({row.doc_id for row in rows}) == 1
-    assert all(row.text in text and 1 < len(tokenizer.encode(row.text)) <= 15 for row in rows)
+    assert all(row.text in row.source and row.source in text and len(row.source) < len(text) / 4 for row in rows)
+    assert all(1 < len(tokenizer.encode(row.text)) <= 15 for row in rows)
+
+
+def test_each_window_begins_with_the_bos_and_no_position_is_on_it(tokenizer):
+    bos = transformers.PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer))
+    bos.backend_tokenizer.post_processor = TemplateProcessing("<|im_start|> $A <|im_end|>", special_tokens=[
+        ("<|im_start|>", 1), ("<|im_end|>", 2)])
+    text = documents(1, 0)[0].text
+    plain, windows = tokenizer.encode(text), list(nla_prepare.cut(Document(text), bos, Recipe(99, 10, 0), 0))
+    assert [window.ids[0] for window in windows] == [1] * len(windows) and len(windows) > 2
+    assert [i for window in windows for i in window.ids[1:]] == [*plain, 2]
+    assert [window.ids[at] for window in windows for at in window.places] == plain
+    assert "".join(window.source for window in windows).replace(" ", "") == text.replace(" ", "")
 
 
 def test_a_file_is_the_same_again_and_row_groups_are_bounded(tokenizer, tmp_path, monkeypatch):
