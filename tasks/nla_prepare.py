@@ -260,6 +260,8 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     add("--text-field", default="text", help="field of a record that holds its text [text]")
     add("--documents", type=int, default=0, help="use this many documents; 0: all, of `generated` 2000 [0]")
     add("--load-4bit", action="store_true", help="nf4 through bitsandbytes (CUDA)")
+    add("--chat-template", default="", help="Jinja file to use instead of the tokenizer's chat template")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     add("--seed", type=int, default=0, help="of the positions and the generator [0]")
     add("--max-bad-records", type=float, default=0.01, help="share of unusable records that ends the command [0.01]")
     for item in dataclasses.fields(Recipe):
@@ -279,7 +281,7 @@ def main(argv: list[str]) -> None:
 
     try:
         own = read_flags(argv)
-        model, tokenizer = load_base(own.model, own.load_4bit, half=True)
+        model, tokenizer, _ = load_base(own, half=True)
         bad = BadRecords(own.text)
         if own.text == "generated":
             docs: Iterable[Document] = documents(own.documents or 2000, own.seed)

@@ -191,6 +191,8 @@ def read_flags(command: str, argv: list[str]) -> argparse.Namespace:
     add("--max-rows", type=int, default=0, help="read only the first so many rows; 0: all [0]")
     add("--seed", type=int, default=0, help="order of the examples, and the adapter [0]")
     if verbal:
+        add("--chat-template", default="", help="Jinja file to use instead of the tokenizer's chat template")
+        add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
         add("--inject-layer", type=int, default=1, help="decoder layer after which the vector is added [1]")
         add("--micro-batch", type=int, default=4, help="examples in one forward and backward [4]")
         add("--context", type=int, default=2048, help="examples over this many tokens are left out, counted [2048]")

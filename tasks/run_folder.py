@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from data import Group, Task, TrainingFailed, UserError
+from tasks import async_rollouts, off_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = """step time tokens tokens_total reward_mean reward_std reward_min reward_max reward_std_group accuracy
@@ -148,7 +149,8 @@ class Run:
         parts = [f"part_{name}" for name in (*task.parts, *(["overlong"] if args.overlong == "soft" else []))]
         split = COLUMNS.index("accuracy")
         evals = [*EVAL_COLUMNS, *(f"part_{name}" for name in task.parts), *task.eval_columns]
-        self.columns = [*COLUMNS[:split], *parts, *COLUMNS[split:], *task.columns, *(f"eval_{name}" for name in evals)]
+        self.columns = [*COLUMNS[:split], *parts, *COLUMNS[split:], *async_rollouts.columns(args),
+                        *off_policy.columns(args), *task.columns, *(f"eval_{name}" for name in evals)]
         for name in ("completions", "plots", "checkpoints"):
             (folder / name).mkdir(exist_ok=True)
         self.csv_path, self.jsonl_path = folder / "metrics.csv", folder / "metrics.jsonl"

@@ -17,10 +17,10 @@ import typing
 from pathlib import Path
 
 import torch
-import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from data import UserError, rng_of
+from tasks.loading import load_pretrained, load_tokenizer, package_file
 from tasks.physics import PhysicsTask, true_answer
 from tasks.tiny import supervised_ids
 
@@ -33,7 +33,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tasks.physics sft", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", required=True, help="folder or hub id of a causal LM with a chat template")
+    add("--model", required=True, help="folder, hub id, .gguf file or package:NAME/FILE of a causal LM")
     add("--out", required=True, help="folder for the adapter or the model")
     add("--steps", type=int, default=200, help="optimizer steps [200]")
     add("--batch", type=int, default=8, help="examples a step [8]")
@@ -44,6 +44,8 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     add("--context", type=int, default=2048, help="examples over this many tokens are left out, counted [2048]")
     add("--rslora", action="store_true", help="rank-stabilised scale: alpha / sqrt(r)")
     add("--load-4bit", action="store_true", help="nf4 base through bitsandbytes (CUDA)")
+    add("--chat-template", default="", help="Jinja file to use instead of the tokenizer's chat template")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     add("--merge", action="store_true", help="write a whole model, not an adapter")
     add("--seed", type=int, default=0, help="order of the examples, and the adapter [0]")
     hints = typing.get_type_hints(PhysicsTask.Options)
@@ -70,32 +72,23 @@ def make_task(own: argparse.Namespace) -> PhysicsTask:
     return PhysicsTask(types.SimpleNamespace(**{**core, **defaults, **given, "model": "tiny"}))
 
 
-def load_base(name: str, load_4bit: bool, half: bool):
-    """(model, tokenizer) of a causal LM with a chat template, on the GPU where there is one: there in bfloat16 where
-    `half`, else in float32. UserError where it cannot be loaded."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    keywords = {"dtype": torch.bfloat16 if device == "cuda" and half else torch.float32}
-    if load_4bit:
-        if device == "cpu" or transformers.utils.is_bitsandbytes_available() is False:
-            raise UserError("--load-4bit needs a CUDA device and the bitsandbytes package")
-        keywords["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16)
-        keywords["device_map"] = {"": 0}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, **keywords)
-    except Exception as error:  # each library has its own classes for a wrong path, an unreachable hub, a broken file
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--model {name} cannot be loaded: {type(error).__name__}: {reason}") from error
+def load_base(own, half: bool):
+    """(model, tokenizer, path) of the causal LM that `own.model` names, with a chat template, on the GPU where there is
+    one: there in bfloat16 where `half`, else in float32. UserError where it cannot be loaded."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    half = half and device.type == "cuda" and torch.cuda.is_bf16_supported()
+    path = package_file(own.model) if own.model.startswith("package:") else own.model
+    tokenizer = load_tokenizer(path, own)
+    model = load_pretrained(path, own, device, torch.bfloat16 if half else torch.float32)
     if tokenizer.chat_template is None:
-        raise UserError(f"the tokenizer of {name} has no chat template; take an instruct model")
-    return model if load_4bit else model.to(device), tokenizer
+        raise UserError(f"the tokenizer of {own.model} has no chat template; take an instruct model or give "
+                        "--chat-template")
+    return model, tokenizer, path
 
 
 def load(own: argparse.Namespace):
     """(model, tokenizer): the trained weights are float32, the others bfloat16 on CUDA."""
-    model, tokenizer = load_base(own.model, own.load_4bit, own.lora_r > 0)
+    model, tokenizer, path = load_base(own, own.lora_r > 0)
     torch.manual_seed(own.seed)
     if own.lora_r:
         import peft
@@ -105,7 +98,7 @@ def load(own: argparse.Namespace):
         model = peft.get_peft_model(model, peft.LoraConfig(
             r=own.lora_r, lora_alpha=own.lora_alpha, target_modules=targets, lora_dropout=0.0,
             use_rslora=own.rslora, task_type="CAUSAL_LM"))
-        model.peft_config["default"].base_model_name_or_path = own.model
+        model.peft_config["default"].base_model_name_or_path = path
     return model, tokenizer
 
 
@@ -157,11 +150,10 @@ def main(argv: list[str]) -> None:
               f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,} trained weights", flush=True)
         out = Path(own.out)
         out.mkdir(parents=True, exist_ok=True)
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         with (out / "sft.csv").open("w", newline="") as file:
             log = csv.writer(file, lineterminator="\n")
             log.writerow(["step", "loss"])
-            for step, loss in enumerate(train(model.train(), examples, own, pad, print), 1):
+            for step, loss in enumerate(train(model.train(), examples, own, tokenizer.pad_token_id, print), 1):
                 log.writerow([step, f"{loss:.6g}"])
         model = model.merge_and_unload() if own.merge and own.lora_r else model
         model.save_pretrained(out)

@@ -31,7 +31,7 @@ LIMITS = {"no_tag_start": 0.30, "no_tag_end": 1.50, "no_tag_steps": 100, "no_tag
           "inexact_cap_end": 3.5, "uncovered_cap_start": 0.5, "uncovered_cap_end": 0.0, "cap_steps": 300, "clip": 12.0,
           "most_failed": 4, "most_wrong": 4, "most_over": 6, "most_under": 6, "most_extra": 6, "most_missing": 6,
           "most_repeated": 4, "most_malformed": 40, "longest_answer": 96}
-PARTS = (*WEIGHTS, "cap", "clip")
+PARTS = (*WEIGHTS, "cap", "clip", "reward_model")  # the last is what a reward model adds
 
 
 # ------------------------------------------------------------------------------------------------ what happened

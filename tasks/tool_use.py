@@ -46,6 +46,7 @@ class ToolTask(Task):
         tool_questions: Literal["full", "short"] = "full"  # built-in questions: all kinds, or short sums only
         tools_instruction: str = INSTRUCTION  # the system message of every prompt that has none; empty leaves it out
         answer_tag: Literal["soft", "semi_hard", "hard"] = "semi_hard"  # cap on the reward without <answer>: none, 2, 0
+        tool_reward_model: str = ""  # sequence classifier (folder or hub id) whose score, clipped to ±1, is added
         tools_reward: tuple[str, ...] = ()  # NAME=VALUE of the reward's weights and limits; a preset's [tools.reward]
 
     parts = PARTS
@@ -57,7 +58,7 @@ class ToolTask(Task):
     def __init__(self, args):
         super().__init__(args)
         self.weights = read_weights(args.tools_reward)
-        self.step = 0
+        self.step, self.judge = 0, None
         self.allowed = tuple(dict.fromkeys(args.allowed_tools)) + (tuple(ALIASES) if args.tool_aliases else ())
         for name in self.allowed:
             if name not in (*TOOLS, *ALIASES):
@@ -80,6 +81,13 @@ class ToolTask(Task):
         if reasons:
             self.notes.append(f"left out: {reasons}")
         self.deal(kept, held)
+
+    def prepare_model(self, policy) -> None:
+        if self.args.tool_reward_model:
+            from tasks.reward_model import RewardModel
+
+            self.judge = RewardModel("--tool-reward-model", self.args.tool_reward_model, policy.device,
+                                     policy.hf.dtype)
 
     # ---- data
     def _convert(self, record: dict) -> Prompt | None:
@@ -121,14 +129,18 @@ class ToolTask(Task):
 
     # ---- judging
     def score(self, rollouts: list[Rollout]) -> list[Score]:
-        return [self._score_one(rollout) for rollout in rollouts]
+        judged = self.judge.scores(rollouts) if self.judge else [0.0] * len(rollouts)
+        return [self._score_one(rollout, opinion) for rollout, opinion in zip(rollouts, judged, strict=True)]
 
-    def _score_one(self, rollout: Rollout) -> Score:
+    def _score_one(self, rollout: Rollout, opinion: float) -> Score:
+        if not math.isfinite(opinion):
+            return Score.unscorable("the reward model gave no finite score")
         meta, gold = rollout.prompt.meta, [value_of(value) for value in rollout.prompt.gold]
         try:
             events = read_events(rollout)
             found = components(events, meta["expressions"], gold)
             parts = reward(found, self.weights, self.step, self.args.answer_tag)
+            parts["reward_model"] = max(-1.0, min(1.0, opinion))
         except Exception as error:  # whatever a completion breaks is that completion's result
             return Score(-self.weights["clip"], {"clip": -self.weights["clip"]},
                          {"correct": False, "answer": None, "error": f"{type(error).__name__}: {error}"[:300]})
@@ -197,13 +209,31 @@ class ToolTask(Task):
         row = Rollout(prompt, [], [], [], [], [], "stop", [{"role": "assistant", "content": said}])
         replies = self.reply(row)
         values = ["0" if message["content"].startswith("error") else message["content"] for message in replies]
-        return [row.turns[0], *replies, {"role": "assistant", "content": f"<answer>{', '.join(values)}</answer>"}]
+        return [row.turns[0], *replies, {"role": "assistant", "content": answer_text(values)}]
+
+    # ---- behaviour cloning
+    def worked_turn(self, rollout: Rollout) -> str | None:
+        """The canonical calls of the question's expressions, then the answer: the gold values where there is one for
+        each call, else what the tools gave. None where there is nothing to call, or a call fails."""
+        expressions, gold = rollout.prompt.meta["expressions"], rollout.prompt.gold
+        if not rollout.turns:
+            calls = {"role": "assistant", "content": "\n".join(map(call_text, expressions))}
+            given = self.reply(dataclasses.replace(rollout, turns=[calls])) or [{"content": "error"}]
+            return None if any(turn["content"].startswith("error") for turn in given) else calls["content"]
+        given = [turn["content"] for turn in rollout.turns if turn["role"] == "tool"]
+        if len(rollout.turns) != 1 + len(given) or any(value.startswith("error") for value in given):
+            return None
+        return answer_text(gold if len(gold) == len(given) else given)
 
 
 def call_text(expression: str) -> str:
     """The canonical call of an expression."""
     value = {"name": "calculate_math", "arguments": {"expression": expression}}
     return f"<tool_call>{json.dumps(value, ensure_ascii=False)}</tool_call>"
+
+
+def answer_text(values: list[str]) -> str:
+    return f"<answer>{', '.join(values)}</answer>"
 
 
 def question_of(prompt: Prompt) -> str:

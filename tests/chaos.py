@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import errno
+import gc
 import gzip
 import json
 import os
@@ -160,18 +161,19 @@ def watch(events: Events) -> None:
         return real_text(path, text, *given, **named)
 
     Path.open, Path.write_text = watched_open, write_text
-    plot_run.plot_run = lambda folder: []
 
 
 def child_main(flags: list[str], output: Path | None, prepare=lambda: None, after=lambda: None) -> None:
     """The command as the whole rest of a forked child: it ends here, with the command's exit code, 70 for a crash."""
     code = 70
+    gc.freeze()  # else every fork collects what the libraries left, for a second
     try:
         if output:
             handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(handle, 1)
             os.dup2(handle, 2)
             sys.stdout, sys.stderr = (os.fdopen(os.dup(handle), "w", buffering=1) for _ in range(2))
+        plot_run.plot_run = lambda folder: []
         prepare()
         train_grpo.run_command(lambda: train_grpo.main([str(word) for word in flags]))
     except SystemExit as ended:
@@ -272,14 +274,14 @@ def campaign(name: str, flags: list[str], kills: int, rng: random.Random, folder
     return wrong
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30, help="how often runs are broken, in all [30]")
     parser.add_argument("--seed", type=int, default=0, help="of the moments [0]")
     parser.add_argument("--preset", nargs="+", default=[], help="break runs of these presets instead")
     parser.add_argument("--keep", action="store_true", help="leave the runs where they are")
     parser.add_argument("flags", nargs="*", help="after --: further flags of train_grpo.py")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     began, rng, tally, wrong = time.monotonic(), random.Random(args.seed), collections.Counter(), []
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     if args.preset:

@@ -185,12 +185,12 @@ def command(capsys):
     """Runs the command line within this process, without pictures."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def run(*argv) -> Ended:
+    def run(*argv, main=train_grpo.main) -> Ended:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
             if plot_run.plot_run is PLOT_RUN:  # unless a test has put something else there
                 patch.setattr(plot_run, "plot_run", lambda folder: [])
-            train_grpo.run_command(lambda: train_grpo.main([str(word) for word in argv]))
+            train_grpo.run_command(lambda: main([str(word) for word in argv]))
         return Ended(ended.value.code, *capsys.readouterr())
 
     yield run

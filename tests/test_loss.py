@@ -270,7 +270,7 @@ def test_every_metric_of_the_update_by_hand(flags):
     train_grpo.set_advantages(groups, args, None)
     optimizer = train_grpo.Optimizer(policy.model, args)
     row = train_grpo.update(policy, optimizer, groups, args, 1, new_state(args), print)
-    expected = by_hand(args, NEW, NEW, SAMPLER) | {"skipped_updates": 0}
+    expected = by_hand(args, NEW, NEW, SAMPLER) | {"skipped_updates": 0, "beta": args.beta}
     expected["grad_norm"] = float(np.sqrt((gradient_by_hand(args, SAMPLER) ** 2).sum()))  # before clipping
     assert row.keys() == expected.keys()
     for name, value in expected.items():

@@ -11,6 +11,7 @@ from conftest import WordTask, hand_rollout, make_args, new_state, random_model,
 import train_grpo
 from data import UserError
 from engine import Row, token_logps
+from tasks import loading
 
 IDS = [([5], [3, 4, 1]), ([5], [6] * 5), ([3, 4, 5, 6], [9, 1]), ([3, 4, 5, 6], [3, 3, 9, 4])]
 
@@ -371,8 +372,8 @@ def test_four_bit_without_cuda_is_one_sentence(base):
 
 def test_gguf_without_its_package_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    real = train_grpo.importlib.util.find_spec
-    monkeypatch.setattr(train_grpo.importlib.util, "find_spec", lambda name: None if name == "gguf" else real(name))
+    real = loading.importlib.util.find_spec
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None if name == "gguf" else real(name))
     with pytest.raises(UserError, match="pip install gguf"):
         load(tmp_path / "m.gguf")
 

@@ -169,6 +169,19 @@ def test_reply_is_none_or_messages(task):
         assert reply is None or all(isinstance(m["role"], str) and "content" in m for m in reply)
 
 
+def test_a_worked_conversation_ends_and_is_right(task):
+    """What --bc-coef imitates: turns of text, with the task's own replies between them."""
+    for prompt in task.prompts(4):
+        row, turns = rollout(prompt, ""), []
+        row.turns = turns
+        while (text := task.worked_turn(row)) is not None:
+            assert isinstance(text, str) and text and len(turns) < 20
+            turns.append({"role": "assistant", "content": text})
+            turns += task.reply(row) or []
+        if turns:
+            assert task.score([row])[0].flags["correct"]
+
+
 def test_keep_drops_what_is_not_usable(task):
     shortest = min(len(as_text(prompt)) for prompt in task.heldout())
     assert task.keep(lambda prompt: True) == 0

@@ -19,6 +19,7 @@ from tasks.tiny import tiny_tokenizer
 from tasks.tool_data import read_sample, synthetic
 from tasks.tool_reward import LIMITS, MOST, PARTS, WEIGHTS, components, read_events, reward, value_of
 from tasks.tool_use import ToolTask, read_weights
+from tasks.turns import reply_ids
 
 # ---- samples
 TOOL = {"name": "calculate_math", "description": "d", "parameters": {"type": "object", "properties": {}}}
@@ -266,6 +267,60 @@ def test_the_presets_table_of_weights_reaches_the_task(tmp_path):
 
 
 
+# ---- a reward model
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """A random tiny reward model on disk, whose scores are as large as `scale` makes them."""
+    import torch
+    import transformers
+
+    tokenizer = tiny_tokenizer([ASK, CALLS, "<answer>3, 12</answer> user tool assistant"] * 3)
+
+    def make(scale: float, labels: int = 1) -> str:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_labels=labels,
+            num_attention_heads=2, num_key_value_heads=2, pad_token_id=0, max_position_embeddings=512)
+        made, folder = transformers.LlamaForSequenceClassification(config), tmp_path_factory.mktemp("judge")
+        made.score.weight.data.mul_(scale)
+        made.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def test_a_reward_model_adds_its_score_held_to_one(judge):
+    import torch
+
+    task, rows = ToolTask(core_args("tools", limit=20, eval_size=1, tool_questions="short")), [talk(*RIGHT), talk("no")]
+    plain, policy = task.score(rows), types.SimpleNamespace(device=torch.device("cpu"),
+                                                            hf=types.SimpleNamespace(dtype=torch.float32))
+    for scale in (1.0, 1e4):
+        task.args = core_args("tools", tool_reward_model=judge(scale))
+        task.prepare_model(policy)
+        raw = task.judge.scores(rows)
+        alone = [task.judge.scores([row])[0] for row in rows]
+        assert raw == pytest.approx(alone, abs=1e-4 * scale) and raw[0] != raw[1]
+        held = [max(-1.0, min(1.0, value)) for value in raw]
+        assert scale == 1.0 or set(map(abs, held)) == {1.0}
+        for before, after, value in zip(plain, task.score(rows), held, strict=True):
+            assert after.reward == pytest.approx(before.reward + value) == pytest.approx(sum(after.parts.values()))
+    task.judge.model.score.weight.data.fill_(float("nan"))
+    assert [score.reward for score in task.score(rows)] == [None, None]
+
+
+def test_a_classifier_is_no_reward_model(judge):
+    import torch
+
+    from tasks.reward_model import RewardModel
+
+    with pytest.raises(UserError, match="one score"):
+        RewardModel("--tool-reward-model", judge(1.0, labels=2), torch.device("cpu"), torch.float32)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        RewardModel("--tool-reward-model", "/nowhere", torch.device("cpu"), torch.float32)
+
+
 # ---- turns
 def test_calls_are_answered_in_order_and_within_bounds():
     task = ToolTask(core_args("tools", limit=50, tool_questions="short"))
@@ -326,7 +381,7 @@ def test_a_reply_that_repeats_the_policy_opens_no_turn(word):
     (message,) = BARE.reply(talk(block({"name": word, "arguments": {}})))
     assert message["content"].startswith("error: unknown tool") and "<" not in message["content"]
     tokenizer = tiny_tokenizer(["user tool assistant"])
-    policy = types.SimpleNamespace(args=None, tokenizer=tokenizer, context=10_000, task=BARE,
+    policy = types.SimpleNamespace(args=None, tokenizer=tokenizer, reply_ids=reply_ids, context=10_000, task=BARE,
                                    render=lambda m, p, g: tokenizer.apply_chat_template(
                                        m, tokenize=False, add_generation_prompt=g))
     row = dataclasses.replace(talk(block({"name": word, "arguments": {}})), ids=[1, tokenizer.eos_token_id])
@@ -336,11 +391,11 @@ def test_a_reply_that_repeats_the_policy_opens_no_turn(word):
     assert message["content"] in tokenizer.decode(shown)
 
 
-def model(vocab: int):
+def model(vocab: int, positions: int = 1024):
     import transformers
 
     config = transformers.LlamaConfig(vocab_size=vocab, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                      num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=1024)
+                                      num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=positions)
     made = transformers.LlamaForCausalLM(config).eval()
     made.generation_config.eos_token_id = None
     return made

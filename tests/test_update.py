@@ -146,6 +146,8 @@ def test_gradient_checkpointing_gives_the_same_gradient_and_leaves_eval_mode():
 def run_update(policy, groups, step=1, optimizer=None, state=None):
     optimizer = optimizer or train_grpo.Optimizer(policy.model, policy.args)
     state = new_state(policy.args) if state is None else state
+    for row in (row for group in groups for row in group.rollouts):
+        row.version = [policy.version] * len(row.version)  # its own rollouts: none is stale
     train_grpo.set_advantages(groups, policy.args, None)
     return train_grpo.update(policy, optimizer, groups, policy.args, step, state, print)
 

@@ -44,12 +44,18 @@ class Words(Task):
 '''
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def sizes() -> argparse.ArgumentParser:
+    """The flags that say how large the model and the steps are."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("hidden", 256), ("layers", 6), ("heads", 4), ("kv-heads", 2), ("feed-forward", 1536),
                           ("vocab", 2048), ("prompt-length", 64), ("steps", 5), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    own, flags = parser.parse_known_args()
+    return parser
+
+
+def measure(own: argparse.Namespace, flags: list[str]) -> tuple[int, int, list[dict], dict]:
+    """(weights, exit code, rows without the first, summary) of a run on a random model."""
     torch.set_num_threads(own.threads)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +74,13 @@ def main() -> None:
                 *(flag for flag in flags if flag != "--")])
         rows = [json.loads(line) for line in Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()][1:]
         summary = json.loads(Path(f"{folder}/run/summary.json").read_text())
-    out = {"weights_m": round(sum(p.numel() for p in model.parameters()) / 1e6, 2), "exit": code}
+    return sum(p.numel() for p in model.parameters()), code, rows, summary
+
+
+def main() -> None:
+    own, flags = sizes().parse_known_args()
+    weights, code, rows, summary = measure(own, flags)
+    out = {"weights_m": round(weights / 1e6, 2), "exit": code}
     out |= {key: round(statistics.median(row[key] for row in rows), 4) for key in (
         "seconds_rollout", "seconds_score", "seconds_update", "tokens", "length_mean", "tokens_per_second")}
     out["peak_resident_gb"] = summary["peak_resident_gb"]

@@ -1,0 +1,103 @@
+#!/usr/bin/env python
+"""Lockstep turns with a key-value cache that is carried on, against encoding each turn anew, and one row at a time.
+
+    python tests/bench/turns.py --rows 32 --turns 3
+
+A random local model talks to a task that answers each turn with a tool's message; the three ways sample the same
+tokens, which is checked. One JSON line: seconds (the least of --repeats) and ratios. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+
+import torch
+import transformers
+from conftest import make_args, word_tokenizer
+
+import engine
+import train_grpo
+from data import Prompt, Rollout, Task
+from engine import choose_engine
+
+CHAT = ("{% for m in messages %}{{ m['content'] }} <eos> {% endfor %}{% if add_generation_prompt %}w3 {% endif %}")
+
+
+class Answers(Task):
+    """Answers every turn with 40 words."""
+
+    def reply(self, rollout):
+        return [{"role": "tool", "content": " ".join(f"w{5 + i % 90}" for i in range(40))}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("rows", 32), ("prompts", 4), ("turns", 3), ("hidden", 256), ("layers", 6), ("vocab", 2048),
+                          ("prompt-length", 200), ("max-new", 96), ("repeats", 2), ("threads", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    own = parser.parse_args()
+    torch.set_num_threads(own.threads)
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = transformers.LlamaConfig(
+        vocab_size=own.vocab, hidden_size=own.hidden, intermediate_size=4 * own.hidden, num_hidden_layers=own.layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.05,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    model = transformers.LlamaForCausalLM(config).to(device).eval()
+    args = make_args("--max-turns", str(own.turns), "--max-new", str(own.max_new), "--device", device)
+    tokenizer = word_tokenizer(own.vocab)
+    tokenizer.chat_template = CHAT
+    policy = train_grpo.Policy(args, Answers(args), model, model, tokenizer, torch.device(device))
+    policy.engine = choose_engine(policy, print)
+    policy.stop_ids = list(range(1, own.vocab, 40))  # a turn has 40 tokens on average
+    words = [" ".join(f"w{3 + (7 * i + 11 * p) % 900}" for i in range(own.prompt_length)) for p in range(own.prompts)]
+    prompts = [Prompt([{"role": "user", "content": text}]) for text in words]
+    decode = engine.decode
+
+    def rows() -> list[Rollout]:
+        made = [prompts[i * own.prompts // own.rows] for i in range(own.rows)]
+        return [Rollout(p, policy.encode(p), [], [], [], [], "", []) for p in made]
+
+    def lockstep(some: list[Rollout]) -> None:
+        engine.converse(policy, some, range(len(some)), 1.0, 0)
+
+    def anew(some: list[Rollout]) -> None:
+        engine.decode = lambda policy, rows, draws, held: decode(policy, rows, draws, {})
+        try:
+            lockstep(some)
+        finally:
+            engine.decode = decode
+
+    def one_by_one(some: list[Rollout]) -> None:
+        for i, row in enumerate(some):
+            engine.converse(policy, [row], range(i, i + 1), 1.0, 0)
+
+    seconds, said = {}, {}
+    with torch.no_grad():
+        for _ in range(own.repeats):
+            for way in (lockstep, anew, one_by_one):
+                some = rows()
+                begin = time.perf_counter()
+                way(some)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                took = time.perf_counter() - begin
+                seconds[way.__name__] = min(seconds.get(way.__name__, took), took)
+                said[way.__name__] = [row.ids for row in some]
+    assert said["lockstep"] == said["anew"] == said["one_by_one"], "the three ways sampled different tokens"
+    written = sum(sum(row.mask) for row in some)
+    print(json.dumps({
+        "rows": own.rows, "turns": own.turns, "written_tokens": written, "engine": policy.engine,
+        "seconds": {way: round(took, 2) for way, took in seconds.items()},
+        "against_encoding_anew": round(seconds["anew"] / seconds["lockstep"], 2),
+        "against_one_at_a_time": round(seconds["one_by_one"] / seconds["lockstep"], 2)}))
+
+
+if __name__ == "__main__":
+    main()
