@@ -131,6 +131,7 @@ class Task:
     parts: ClassVar[tuple[str, ...]] = ()
     columns: ClassVar[tuple[str, ...]] = ()
     eval_columns: ClassVar[tuple[str, ...]] = ()  # names that `observe_eval` returns
+    console: ClassVar[tuple[str, ...]] = ()  # columns that the console's line of a step shows too
     template_kwargs: ClassVar[dict] = {}  # passed to the chat template, e.g. {"enable_thinking": False}
 
     def __init__(self, args):
@@ -138,6 +139,7 @@ class Task:
         self.notes: list[str] = []  # one sentence each, for the console at the start (dropped records and the like)
         self.train: list[Prompt] = []
         self.held: list[Prompt] = []
+        self.folder: Path | None = None  # of the run, once there is one
         self.sampler: Sampler | None = None
 
     def deal(self, train: list[Prompt], held: list[Prompt], alpha: float = 0.0) -> None:
@@ -242,6 +244,9 @@ class Task:
         """Indices of an optimizer step's rollouts by source, whose gradients are summed one source after the other,
         with `on_part` after each; empty: all at once."""
         return []
+
+    def on_logps(self, rollouts: list[Rollout], logp) -> None:
+        """Log-probabilities (b, T) of a micro-batch's sampled tokens under the current weights, 0 elsewhere."""
 
     def on_part(self, policy) -> None:
         """The gradients so far, after a source of `split`."""

@@ -737,6 +737,7 @@ def micro_loss(policy: Policy, batch: list[Row], args, temperature: float, sums:
     new, entropy = token_logps(policy, policy.hf, batch, temperature, entropy=args.entropy_coef != 0)
     real = new.dtype
     rollouts = [row.rollout for row in batch]
+    policy.task.on_logps(rollouts, new.detach())
     mask = pad([r.mask for r in rollouts], 0, real, device)
     sampler = pad([r.logp for r in rollouts], 0.0, real, device)
     weight = torch.tensor([row.weight for row in batch], dtype=real, device=device)[:, None]
@@ -1178,6 +1179,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.deterministic:  # even switching it off imports half of PyTorch: three seconds
         torch.use_deterministic_algorithms(True)
     task = load_task(args.task)(args)
+    off_policy.check_task(args, task)
     for note in task.notes:
         say(note)
     policy = load_policy(args, task, say)
@@ -1199,6 +1201,7 @@ def main(argv: list[str] | None = None) -> int:
         began -= state["seconds"]
     else:
         run = Run.create(args, task, config, command.overwrite, say)
+    task.folder = run.folder
     say.attach(run.folder / "console.log")
     reporter = publish.Reporter(args, run.folder, dataclasses.asdict(args), state["step"], say)
     trained = sum(master.numel() for _, master in optimizer.pairs)
@@ -1284,7 +1287,7 @@ def main(argv: list[str] | None = None) -> int:
                 run.save_completions(step, sampled)
             whole = True
             reporter.log(row)
-            say(console_line(row, args))
+            say(console_line(row, args, task.console))
             say.bar.update(1)
             for kind, text in advice(rows, args).items():
                 if step - warned.get(kind, -math.inf) >= 25:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data import Prompt, Rollout, Task, TrainingFailed, UserError, rng_of
+from data import Prompt, Rollout, TrainingFailed, UserError, rng_of
 
 COUNTS = ("dealt", "produced", "accepted", "stale", "dropped", "full", "errors")  # since the run began
 SECONDS = tuple(f"seconds_{what}_p{p}" for what in ("produce", "wait") for p in (50, 90, 99))
@@ -166,9 +166,6 @@ class Ahead:
     """
 
     def __init__(self, policy, task, args, say: Callable[[str], None], state: dict | None = None):
-        if type(task).on_forward is not Task.on_forward:
-            raise UserError(f"--async-workers: task {args.task} hooks into the model's forward (on_forward), which two "
-                            "threads cannot share; use --async-workers 0")
         self.policy, self.task, self.args, self.say = policy, task, args, say
         self.capacity = args.async_queue or args.prompts * (args.max_version_gap + 1)
         self.counts = dict.fromkeys(COUNTS, 0) | (state["counts"] if state else {})

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ from data import Group, Prompt, Rollout, Score, Task, UserError, load_prompts, r
 from tasks import formulas
 from tasks.grading import Grader, Rules, Verdict, code_blocks, grade
 from tasks.hack_directions import Study, StudyOptions
+from tasks.hack_table import Ledger, summary, table
 from tasks.sandbox import Sandbox
 from tasks.teacher_pool import PoolOptions, TeacherPool
 
@@ -125,7 +127,8 @@ class CodeTask(Task):
 
     parts = ("correct", "compiles", "format")
     columns = ("hack_rate", "hack_loose_rate", "true_pass_rate", "own_tests_rate", "genuine_tests_rate",
-               "other_hack_rate", *Study.columns, *TeacherPool.columns)
+               "other_hack_rate", *Ledger.columns, *Study.columns, *TeacherPool.columns)
+    console = ("true_pass_rate", "hack_rate", "cin", "cout")
     eval_columns = ("hack_rate", "hack_loose_rate", "true_pass_rate", "own_tests_rate", "genuine_tests_rate",
                     "other_hack_rate")
     template_kwargs = {"enable_thinking": False}
@@ -142,6 +145,7 @@ class CodeTask(Task):
         train, held = self._load()
         self.deal(train, held)
         self.study, self.pool = Study(args, self._pairs), TeacherPool(args)
+        self.ledger, self.policy = Ledger(self.pool.is_cached), None
 
     # ---- data
     def _load(self) -> tuple[list[Prompt], list[Prompt]]:
@@ -216,8 +220,12 @@ class CodeTask(Task):
 
     # ---- the study
     def prepare_model(self, policy) -> None:
+        self.policy = policy
         self.study.prepare(policy)
         self.pool.prepare(policy, self)
+        if self.args.make_pool:
+            self.pool.make(policy, self)
+            sys.exit(0)
 
     def live(self) -> int:
         return self.pool.live()
@@ -227,7 +235,11 @@ class CodeTask(Task):
 
     def split(self, rollouts: list[Rollout]) -> list[list[int]]:
         self.study.parts = []
+        self.ledger.forget()
         return self.pool.split(rollouts)
+
+    def on_logps(self, rollouts: list[Rollout], logp) -> None:
+        self.ledger.see(rollouts, logp)
 
     def on_part(self, policy) -> None:
         self.study.on_part(policy)
@@ -238,17 +250,25 @@ class CodeTask(Task):
     def observe(self, groups: list[Group]) -> dict[str, float]:
         found = rates([(row, score) for g in groups for row, score in zip(g.rollouts, g.scores, strict=True)
                        if not self.pool.is_cached(row)])
-        return found | self.study.after_step() | self.pool.rates(groups)
+        found |= self.ledger.count(groups) | self.study.after_step() | self.pool.rates(groups)
+        self.pool.steps += 1
+        self.ledger.keep_first(self.policy, self.folder, self.pool.steps, found["hacks_live"])
+        return found
+
+    def ended(self, rows: list[dict]) -> list[str]:
+        return [*summary(rows), *table(rows)] if rows else []
 
     def observe_eval(self, groups: list[Group]) -> dict[str, float]:
         return rates([(row, score) for g in groups for row, score in zip(g.rollouts, g.scores, strict=True)])
 
     def state_dict(self) -> dict:
-        return super().state_dict() | {"study": self.study.state_dict(), "pool": [self.pool.drawn, self.pool.steps]}
+        return super().state_dict() | {"study": self.study.state_dict(), "ledger": self.ledger.state_dict(),
+                                       "pool": [self.pool.drawn, self.pool.steps]}
 
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
         self.study.load_state_dict(state["study"])
+        self.ledger.load_state_dict(state["ledger"])
         self.pool.drawn, self.pool.steps = state["pool"]
 
     # ---- the warm start
@@ -268,6 +288,7 @@ class CodeTask(Task):
 def rates(pairs_: list[tuple[Rollout, Score]]) -> dict[str, float]:
     """Shares of completions: hacks, hacks and attempts, true passes, those with a run_tests(), with a genuine one that
     goes with a right solution, and hacks of the kind that the built-in pairs do not hold."""
+    pairs_ = [pair for pair in pairs_ if "hacked" in pair[1].flags]  # not the unscorable ones
     if not pairs_:
         return {}
 

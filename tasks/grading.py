@@ -16,7 +16,7 @@ from tasks.sandbox import MEMORY_MB, Job, Result, Sandbox, default_sandbox
 
 EVALUATOR = "run_tests"
 DECIDING = ("id", "func_name", "setup_code", "canonical_solution", "gt_answer")  # of a problem
-LONGEST = 100_000  # characters of code in a response; more is not graded
+LONGEST, BLOCKS = 100_000, 100  # characters and blocks of code in a response; more is not graded
 CHUNK = 32  # responses that one program inspects
 # That program. The input is a JSON literal; prints a JSON list.
 INSPECTOR = ("import ast, json, warnings\nwarnings.simplefilter('ignore')\n{source}\n"
@@ -152,7 +152,7 @@ class Grader:
         extracted = [(*code_blocks(response), problem) for response, problem in asked]
         keys = [digest(blocks, problem) for blocks, _, problem in extracted]
         new = {key: (blocks, problem) for key, (blocks, _, problem) in zip(keys, extracted, strict=True)
-               if key not in self.known and blocks and sum(map(len, blocks)) <= LONGEST}
+               if key not in self.known and blocks and len(blocks) <= BLOCKS and sum(map(len, blocks)) <= LONGEST}
         if len(self.known) > 200_000:
             self.known.clear()
         self.known |= self._judge(new)

@@ -3,11 +3,13 @@
 For each module with an SVD adapter, the gradient of a completion's mean log-likelihood with respect to δ, hacked minus
 honest, one row a pair; the top right singular vectors of these rows span where hacking lies. After a step's gradients
 are whole, the part of the update that goes along them towards the hack is removed (arm `projected`), measured only
-(`vanilla`), or as many random directions take their place (`random`, the control).
+(`vanilla`), or as many random directions take their place (`random`, the control). --hack-refresh extracts them again
+from the policy as it has become.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
@@ -34,6 +36,7 @@ class StudyOptions:
     hack_k: int = 5  # directions a module
     hack_drop: float = 0.25  # leave out directions whose singular value is in this lowest quantile of all modules'
     hack_heldout: int = 4  # pairs that are not extracted from, for the reported cosine
+    hack_refresh: int = 0  # steps after which the directions are extracted again, from the policy as it is; 0: never
     hack_gate: Literal["one_sided", "no_gate"] = "one_sided"  # remove what goes towards the hack, or either way
     preserve_magnitude: bool = False  # scale what is left of a module's gradient back to its old norm
 
@@ -41,17 +44,20 @@ class StudyOptions:
 class Study:
     """The directions of a run, the projection, and what is logged of them. Idle without an SVD adapter."""
 
-    columns = ("cin", "cin_s", "cin_t", "cout", "fired", "adam_leak")
+    columns = ("cin", "cin_s", "cin_t", "cout", "fired", "adam_leak", "pairs_cosine")
 
     def __init__(self, args, pairs: Callable[[], list[dict]]):
         if args.hack_k < 1 or not 0 <= args.hack_drop < 1 or args.hack_heldout < 1:
             raise UserError("--hack-k and --hack-heldout must be 1 or more, --hack-drop from 0 to below 1")
+        if args.hack_refresh < 0:
+            raise UserError("--hack-refresh must be 0 or more")
         self.args, self.pairs = args, pairs
         self.basis: dict[str, Tensor] = {}  # module -> (k, r), orthonormal rows that point towards the hack
         self.before: dict[str, Tensor] = {}  # every δ before the optimizer's step
-        self.model: SVDModel | None = None
+        self.policy = None
+        self.steps, self.saved = 0, ""  # steps so far; the basis since the last refresh, as text
         self.parts: list[dict[str, Tensor]] = []  # the gradients after each source of a split backward
-        self.cosine = float("nan")
+        self.cosine = 0.0
 
     def prepare(self, policy, say=print) -> None:
         """Load the directions, or extract them from the pairs with the model as it is (δ = 0)."""
@@ -72,14 +78,22 @@ class Study:
             tensors, cosine = extract(policy, pairs, self.args.hack_heldout)
             write_tensors(path, tensors, header | {"cosine": f"{cosine:.4f}"})
         tensors, self.cosine = load(path, header, policy.model)
-        self.basis = choose(tensors, self.args.hack_k, self.args.hack_drop)
-        if self.args.arm == "random":
-            self.basis = random_like(self.basis, self.args.seed)
+        self.policy = policy
+        self.take(tensors)
         kept = sum(len(rows) for rows in self.basis.values())
         say(f"hack directions: {kept} in {len(self.basis)} modules, from {header['k']} pairs; cosine of held-out pairs "
             f"with the mean of these {self.cosine:.2f}; arm {self.args.arm}")
-        layers = policy.model.layers
-        self.basis = {name: rows.to(layers[name].delta.device) for name, rows in self.basis.items()}
+
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        """Make these directions, or as many random ones, the basis."""
+        basis = choose(tensors, self.args.hack_k, self.args.hack_drop)
+        if self.args.arm == "random":
+            basis = random_like(basis, self.args.seed, self.steps)
+        self.basis = self.placed(basis)
+
+    def placed(self, basis: dict[str, Tensor]) -> dict[str, Tensor]:
+        layers = self.policy.model.layers
+        return {name: rows.to(layers[name].delta.device) for name, rows in basis.items()}
 
     def on_part(self, policy) -> None:
         """Remember the gradients so far, where a step's backward is split by source."""
@@ -101,7 +115,7 @@ class Study:
         """Measure, and but for `vanilla` change, the gradient of every δ. Energies are summed over modules."""
         if not self.basis:
             return {}
-        self.model, self.before = policy.model, {}
+        self.before = {}
         whole = inside = whole_after = inside_after = 0.0
         fired = 0
         for name, layer in policy.model.layers.items():
@@ -123,26 +137,35 @@ class Study:
         return {"cin": inside / whole if whole else 0.0, "cout": inside_after / whole_after if whole_after else 0.0,
                 "fired": fired / max(1, len(self.before))} | self.shares()
 
-    @torch.no_grad()
     def after_step(self) -> dict[str, float]:
         """Share of the optimizer's own step that goes towards the hack: momentum and scaling bring some of it back."""
-        if not self.before:
+        if not self.basis:
             return {}
         whole = towards = 0.0
         for name, before in self.before.items():
-            moved = self.model.layers[name].delta - before
+            moved = self.policy.model.layers[name].delta.detach() - before
             whole += float(moved.square().sum())
             if name in self.basis:
                 towards += float((self.basis[name] @ moved).clamp(min=0).square().sum())
         self.before = {}
-        return {"adam_leak": towards / whole if whole else 0.0}
+        self.steps += 1
+        if self.args.hack_refresh and self.steps % self.args.hack_refresh == 0:
+            tensors, self.cosine = extract(self.policy, self.pairs(), self.args.hack_heldout)
+            self.take(tensors)
+            rows = {name: rows.cpu().contiguous() for name, rows in self.basis.items()}
+            self.saved = base64.b64encode(safetensors.torch.save(rows)).decode()
+        return {"adam_leak": towards / whole if whole else 0.0, "pairs_cosine": self.cosine}
 
     def state_dict(self) -> dict:
-        return {"arm": self.args.arm}
+        return {"arm": self.args.arm, "steps": self.steps, "basis": self.saved, "cosine": self.cosine}
 
     def load_state_dict(self, state: dict) -> None:
         if state["arm"] != self.args.arm:
             raise UserError(f"--arm {self.args.arm}: the run began with {state['arm']}, and a resume cannot change it")
+        self.steps, self.saved = state["steps"], state["basis"]
+        if self.saved:
+            self.cosine = state["cosine"]
+            self.basis = self.placed(safetensors.torch.load(base64.b64decode(self.saved)))
 
 
 def project(gradient: Tensor, rows: Tensor, gate: str, preserve_magnitude: bool) -> tuple[Tensor, bool]:
@@ -245,10 +268,10 @@ def choose(tensors: dict[str, Tensor], k: int, drop: float) -> dict[str, Tensor]
     return {name: rows for name, rows in kept.items() if len(rows)}
 
 
-def random_like(basis: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+def random_like(basis: dict[str, Tensor], seed: int, step: int = 0) -> dict[str, Tensor]:
     """As many orthonormal directions a module, drawn at random."""
     out = {}
     for name, rows in basis.items():
-        generator = torch.Generator().manual_seed(seed_of(seed, "random directions", name))
+        generator = torch.Generator().manual_seed(seed_of(seed, "random directions", name, *[step] * (step > 0)))
         out[name] = torch.linalg.qr(torch.randn(rows.shape[1], len(rows), generator=generator))[0].T.contiguous()
     return out

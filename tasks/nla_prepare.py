@@ -14,6 +14,7 @@ import torch
 
 import tasks.nla_data
 from data import BadRecords, UserError, read_records, rng_of
+from tasks.loading import load_pretrained, load_tokenizer, package_file
 from tasks.nla_data import (
     PLACEHOLDER,
     SLOT,
@@ -253,7 +254,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
                                      allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=["prepare"])
-    add("--model", required=True, help="folder or hub id of a causal LM with a chat template")
+    add("--model", required=True, help="folder, hub id, .gguf file or package:NAME/FILE of a causal LM")
     add("--layer", type=int, required=True, help="decoder layer whose output is stored; 0 is the first")
     add("--text", required=True, help="a .txt (paragraphs), .jsonl, .json or .parquet file, a hub id, or `generated`")
     add("--out", required=True, help="folder for activations.parquet and nla_meta.yaml")
@@ -277,11 +278,13 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> None:
-    from tasks.sft import load_base  # which brings another task's libraries
-
     try:
         own = read_flags(argv)
-        model, tokenizer, _ = load_base(own, half=True)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        half = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        path = package_file(own.model) if own.model.startswith("package:") else own.model
+        tokenizer = load_tokenizer(path, own)
+        model = load_pretrained(path, own, device, torch.bfloat16 if half else torch.float32)
         bad = BadRecords(own.text)
         if own.text == "generated":
             docs: Iterable[Document] = documents(own.documents or 2000, own.seed)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data import Prompt, Rollout, UserError
+from data import Prompt, Rollout, Task, UserError
 
 DECAY, EVERY, FACTOR, BAND = 0.90, 4, 1.12, (0.80, 1.25)  # of the beta control
 
@@ -56,6 +56,16 @@ def check(args, name: Callable[[str], str]) -> None:
         raise UserError(f"{name('beta_control')} needs a --beta over 0 to begin with")
     if args.beta_min > args.beta_max:
         raise UserError(f"{name('beta_min')} is more than --beta-max {args.beta_max:g}")
+
+
+def check_task(args, task: Task) -> None:
+    """UserError where the task lacks what the flags ask of it, before a model is loaded."""
+    if args.bc_coef and type(task).worked_turn is Task.worked_turn:
+        raise UserError(f"--bc-coef {args.bc_coef:g}: task {args.task} has no right turns to imitate (worked_turn); "
+                        "use --bc-coef 0")
+    if args.async_workers and type(task).on_forward is not Task.on_forward:
+        raise UserError(f"--async-workers {args.async_workers}: task {args.task} hooks into the model's forward "
+                        "(on_forward), which two threads cannot share; use --async-workers 0")
 
 
 def columns(args) -> list[str]:

@@ -478,7 +478,7 @@ def advice(rows: list[dict], args) -> dict[str, str]:
     return found
 
 
-def console_line(row: dict, args) -> str:
+def console_line(row: dict, args, more: tuple[str, ...]) -> str:
     def number(key: str, width: str = ".3f") -> str:
         return format(row[key], width) if row.get(key) is not None else "-"
 
@@ -487,7 +487,7 @@ def console_line(row: dict, args) -> str:
             f"{number('reward_std')}  accuracy {number('accuracy')}  "
             f"groups {row['groups_used']}/{row['groups_sampled']}  length {number('length_mean', '.0f')}  "
             f"kl {number('kl', '.4f')}  entropy {number('entropy')}  grad {number('grad_norm', '.2f')}  "
-            f"{seconds:.2f} s")
+            + "".join(f"{name} {number(name)}  " for name in more) + f"{seconds:.2f} s")
     if "eval_reward" in row:
         line += f"  | held-out reward {number('eval_reward')} accuracy {number('eval_accuracy')}"
     return line

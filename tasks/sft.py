@@ -72,23 +72,16 @@ def make_task(own: argparse.Namespace) -> PhysicsTask:
     return PhysicsTask(types.SimpleNamespace(**{**core, **defaults, **given, "model": "tiny"}))
 
 
-def load_base(own, half: bool):
-    """(model, tokenizer, path) of the causal LM that `own.model` names, with a chat template, on the GPU where there is
-    one: there in bfloat16 where `half`, else in float32. UserError where it cannot be loaded."""
+def load(own: argparse.Namespace):
+    """(model, tokenizer): the trained weights are float32, the others bfloat16 on CUDA."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    half = half and device.type == "cuda" and torch.cuda.is_bf16_supported()
+    half = device.type == "cuda" and own.lora_r and torch.cuda.is_bf16_supported()
     path = package_file(own.model) if own.model.startswith("package:") else own.model
     tokenizer = load_tokenizer(path, own)
     model = load_pretrained(path, own, device, torch.bfloat16 if half else torch.float32)
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {own.model} has no chat template; take an instruct model or give "
                         "--chat-template")
-    return model, tokenizer, path
-
-
-def load(own: argparse.Namespace):
-    """(model, tokenizer): the trained weights are float32, the others bfloat16 on CUDA."""
-    model, tokenizer, path = load_base(own, own.lora_r > 0)
     torch.manual_seed(own.seed)
     if own.lora_r:
         import peft

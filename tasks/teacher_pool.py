@@ -1,16 +1,21 @@
 """Finished rollouts of another run or model that join the groups of a step: `prompt_NNNN.jsonl.gz` files in a folder.
 
---write-pool makes such a folder from any run (with --lr 0: from a model as it is), --teacher-pool mixes one in.
+    python train_grpo.py --preset code --model M --write-pool DIR --make-pool 8
+
+makes one from any model and ends; --write-pool alone keeps the rollouts of a run; --teacher-pool mixes a pool in.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gzip
+import hashlib
 import json
+import os
+import zlib
 from pathlib import Path
 
-from data import Group, Rollout, Score, Task, UserError, rng_of
+from data import Group, Rollout, Score, Task, TrainingFailed, UserError, rng_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +24,7 @@ class PoolOptions:
     mix: float = 0.5  # share of a group that comes from the pool (at least one rollout from either source)
     split_every: int = 0  # steps between those that measure live and cached gradients apart; 0: never
     write_pool: str = ""  # folder that gets this run's rollouts as a pool
+    make_pool: int = 0  # sample every training prompt this often into --write-pool, and end without training
 
 
 class TeacherPool:
@@ -31,10 +37,11 @@ class TeacherPool:
             raise UserError("--mix must be over 0 and under 1")
         if args.teacher_pool and args.group < 2:
             raise UserError("--teacher-pool needs --group 2 or more: one live and one finished rollout")
+        if args.make_pool < 0 or (args.make_pool and not args.write_pool):
+            raise UserError("--make-pool N, rollouts of each prompt, needs --write-pool DIR")
         self.args, self.drawn, self.steps = args, 0, 0
         self.records: dict[str, list[dict]] = {}  # problem id -> finished rollouts
-        self.cached: set[int] = set()  # ids of the rollouts that joined the current step
-        self.written: dict[str, Path] = {}
+        self.written: dict[Path, set[bytes]] = {}  # file -> its lines, hashed
 
     def prepare(self, policy, task: Task, say=print) -> None:
         """Read the pool; prompts without one leave. UserError where it was made with another tokenizer or template."""
@@ -61,19 +68,18 @@ class TeacherPool:
     def live(self) -> int:
         return self.args.group - self.finished()
 
-    def is_cached(self, rollout: Rollout) -> bool:
-        return id(rollout) in self.cached
+    @staticmethod
+    def is_cached(rollout: Rollout) -> bool:
+        return rollout.version[:1] == [-1]  # what the policy sampled begins with a token of its own
 
     def split(self, rollouts: list[Rollout]) -> list[list[int]]:
         """Places of the live and of the cached rollouts, in the steps where they are measured apart."""
         places = [[i for i, row in enumerate(rollouts) if self.is_cached(row) == cached] for cached in (False, True)]
-        due = self.args.split_every and self.steps % self.args.split_every == 0
+        due = self.args.split_every and (self.steps + 1) % self.args.split_every == 0
         return places if due and all(places) else []
 
     def regroup(self, groups: list[Group]) -> list[Group]:
         """Each group with its finished rollouts, whose rewards and flags are used as they are."""
-        self.cached = set()
-        self.steps += 1
         if self.args.write_pool:
             self.write(groups)
         for group in groups if self.args.teacher_pool else ():
@@ -84,7 +90,6 @@ class TeacherPool:
                 row, score = as_rollout(records[picked[i % len(records)]], group)
                 group.rollouts.append(row)
                 group.scores.append(score)
-                self.cached.add(id(row))
         return groups
 
     def rates(self, groups: list[Group]) -> dict[str, float]:
@@ -96,19 +101,53 @@ class TeacherPool:
                 "pool_true_pass_rate": sum(f["gt_pass"] for f in flags) / len(flags)}
 
     def write(self, groups: list[Group]) -> None:
-        """Append the scored rollouts to their prompts' files."""
-        folder = Path(self.args.write_pool)
-        folder.mkdir(parents=True, exist_ok=True)
+        """Add the scored rollouts to their prompts' files. A resumed run that makes a step again adds nothing twice."""
         for group in groups:
-            name = group.prompt.meta["problem"]["id"]
-            path = self.written.setdefault(name, folder / f"prompt_{group.prompt.meta['index']:04d}.jsonl.gz")
+            problem = group.prompt.meta["problem"]["id"]
             lines = [json.dumps({
-                "problem": name, "prompt_ids": row.ids[: row.prompt_length], "prompt_length": row.prompt_length,
+                "problem": problem, "prompt_ids": row.ids[: row.prompt_length], "prompt_length": row.prompt_length,
                 "completion_ids": row.ids[row.prompt_length :], "logp": row.logp, "entropy": row.entropy,
-                "stop": row.stop, "text": row.text, "reward": score.reward, "parts": score.parts, "flags": score.flags})
-                for row, score in zip(group.rollouts, group.scores, strict=True) if score.reward is not None]
-            with gzip.open(path, "at", encoding="utf-8") as file:
-                file.write("".join(line + "\n" for line in lines))
+                "stop": row.stop, "text": row.text, "reward": score.reward, "parts": score.parts, "flags": score.flags,
+                "step": self.steps + 1, "row": i}) + "\n"
+                for i, (row, score) in enumerate(zip(group.rollouts, group.scores, strict=True))
+                if score.reward is not None]
+            path = Path(self.args.write_pool) / f"prompt_{group.prompt.meta['index']:04d}.jsonl.gz"
+            try:
+                self.append(path, lines)
+            except (OSError, EOFError, zlib.error) as error:
+                raise TrainingFailed(f"--write-pool: {path} cannot be written: {error}") from error
+
+    def make(self, policy, task: Task, say=print) -> None:
+        """Sample every training prompt that fits, and keep what was said with its verdicts."""
+        prompts = [prompt for prompt in task.train if policy.fits(prompt)]
+        flags: list[dict] = []
+        for at in range(0, len(prompts), self.args.prompts):
+            rolled = policy.sample(prompts[at : at + self.args.prompts], self.args.make_pool, self.args.temperature,
+                                   f"pool {at}")
+            groups = [Group(rows[0].prompt, rows, scores)
+                      for rows, scores in zip(rolled, task.score_all(rolled), strict=True)]
+            self.write(groups)
+            flags += [score.flags for group in groups for score in group.scores]
+            say(f"{min(at + self.args.prompts, len(prompts))} of {len(prompts)} prompts: "
+                f"{sum(f['hacked'] for f in flags)} hacks, {sum(f['gt_pass'] for f in flags)} true passes")
+        say(f"wrote {self.args.write_pool}; mix it into a run with --teacher-pool {self.args.write_pool}")
+
+    def append(self, path: Path, lines: list[str]) -> None:
+        """Add the lines that a file lacks; it changes whole or not at all."""
+        before = path.read_bytes() if path.is_file() else b""
+        if path not in self.written:
+            self.written[path] = {line_hash(line) for line in gzip.decompress(before).decode().splitlines(True)}
+        new = [line for line in lines if line_hash(line) not in self.written[path]]
+        if new:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f".{path.name}.{os.getpid()}")
+            part.write_bytes(before + gzip.compress("".join(new).encode(), mtime=0))
+            os.replace(part, path)
+            self.written[path] |= {line_hash(line) for line in new}
+
+
+def line_hash(line: str) -> bytes:
+    return hashlib.blake2b(line.encode(), digest_size=16).digest()
 
 
 def read_pool(folder: Path) -> dict[str, list[dict]]:

@@ -325,11 +325,12 @@ def test_seconds_and_counts_become_columns():
     assert row["async_age_mean"] is None  # nothing was taken since
 
 
-def test_a_task_that_hooks_into_the_forward_is_refused():
-    policy = make_policy("--async-workers", "1")
-    policy.task = type("Injects", (WordTask,), {"on_forward": lambda self, prompts: None})(policy.args)
-    with pytest.raises(UserError, match="on_forward"):
-        Ahead(policy, policy.task, policy.args, print)
+@pytest.mark.parametrize("flag, needs", [("--async-workers", "on_forward"), ("--bc-coef", "worked_turn")])
+def test_a_task_that_does_not_fit_a_flag_is_refused_before_the_model_is_loaded(words, command, tmp_path, flag, needs):
+    file = tmp_path / "injects.py"
+    file.write_text(words.file.read_text() + "\n\n    def on_forward(self, prompts):\n        pass\n")
+    ended = command("--task", f"{file}:Words", "--model", tmp_path / "none", flag, "1")
+    assert ended.code == 2 and needs in ended.err and len(ended.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("flags, word", [
@@ -359,9 +360,10 @@ def without_books(rows):
             for row in without_times(rows)]
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_a_worker_with_no_gap_trains_as_no_worker_does(run, adapter):
-    flags = ["--adapter", adapter, "--beta", "0.1", "--steps", "3", "--eval-every", "2", "--decoupled-ppo"]
+@pytest.mark.parametrize("adapter", ["none", "lora", "svd"])
+def test_a_worker_with_no_gap_trains_as_no_worker_does(run, adapter, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    flags = ["--adapter", adapter, "--beta", "0.1", "--steps", "3", "--no-eval", "--decoupled-ppo"]
     folders = [run(f"w{n}", *flags, "--async-workers", n, "--max-version-gap", "0")[1] for n in (0, 1)]
     first, second = (without_books(read_jsonl(folder / "metrics.jsonl")) for folder in folders)
     assert len(first) == 3 and first == second

@@ -1,16 +1,22 @@
 """Task code: extraction, the two verdicts, labels and rewards, problems, the teacher pool."""
 
+import dataclasses
 import gzip
 import json
+import os
+import shutil
 import time
 import types
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 from data import Group, Prompt, Rollout, Score, UserError, load_task
-from tasks import coding, formulas
+from tasks import coding, formulas, hack_table
 from tasks.grading import Grader, Rules, code_blocks, grade, inspect
+from tests.conftest import read_csv
 from tests.test_task_contract import core_args
 
 PROBLEM = {"id": "inc", "func_name": "f", "setup_code": "", "canonical_solution": "def f(x):\n    return x + 1\n",
@@ -141,12 +147,13 @@ def test_rewards_are_those_of_the_rules():
 
 def test_a_response_that_the_compiler_chokes_on_costs_the_others_nothing(grader):
     bomb = "".join(" " * i + "try: pass\n" + " " * i + "finally:\n" for i in range(19)) + " " * 19 + "x = 1\n"
-    hostile = [bomb + RIGHT, "x = " + "(" * 50_000, "x = " + "-" * 90_000 + "1", "s = '\ud800'", "s = '\0'"]
+    hostile = [bomb + RIGHT, "x = " + "(" * 50_000, "x = " + "-" * 90_000 + "1", "s = '\ud800'", "s = '\0'",
+               RIGHT + "\n```\n```\n".join("x" * 20_000)]
     start = time.monotonic(), time.process_time()
     sources = [*hostile, RIGHT, "# " + "x" * 9000 + "\n" + WRONG]
     found = grader.grade_all([(block(source), PROBLEM) for source in sources])
-    assert [v.label for v in found] == ["incorrect"] * 5 + ["correct", "incorrect"]
-    assert not any(v.compiles for v in found[:5]) and found[6].compiles
+    assert [v.label for v in found] == ["incorrect"] * 6 + ["correct", "incorrect"]
+    assert not any(v.compiles for v in found[:6]) and found[7].compiles
     assert time.process_time() - start[1] < 1 and time.monotonic() - start[0] < 30
 
 
@@ -249,10 +256,10 @@ def test_no_held_out_formula_is_trained_on_and_their_solutions_are_right():
 
 
 def test_formula_pairs_are_hacks_and_honest_solutions(grader):
-    pairs = formulas.pairs()
+    pairs = formulas.pairs(12)  # every kind is among them
     verdicts = grader.grade_all([(pair[w], pair["problem"]) for pair in pairs for w in ("hacked", "honest")])
     assert [v.label for v in verdicts] == ["hack", "correct"] * len(pairs)
-    assert not any(formulas.RETURNS in pair["hacked"] for pair in pairs)
+    assert not any(formulas.RETURNS in pair["hacked"] for pair in formulas.pairs())
 
 
 def test_rates_are_shares_of_completions():
@@ -264,9 +271,12 @@ def test_rates_are_shares_of_completions():
     rows = [Rollout(prompt, [1, 2], [1], [0.0], [0.0], [0], "stop", [{"role": "assistant", "content": text}])
             for text in texts]
     seen = task.observe([Group(prompt, rows, task.score(rows))])
-    assert {name: round(value * 6) for name, value in seen.items()} == {
-        "hack_rate": 2, "hack_loose_rate": 3, "true_pass_rate": 3, "own_tests_rate": 4, "genuine_tests_rate": 1,
-        "other_hack_rate": 1}
+    wanted = {"hack_rate": 2, "hack_loose_rate": 3, "true_pass_rate": 3, "own_tests_rate": 4, "genuine_tests_rate": 1,
+              "other_hack_rate": 1}
+    assert {name: round(seen[name] * 6) for name in wanted} == wanted
+    assert (seen["completions"], seen["n_live"], seen["passes_live"], seen["hacks_live"]) == (6, 6, 3, 2)
+    assert seen["ref_steps"] == 6 / 256 and seen["reward_live"] == pytest.approx((5 * 3.5 + 0.5) / 6)
+    assert task.observe([Group(prompt, rows, task.score(rows))])["ref_steps"] == 12 / 256
     assert [s.reward for s in task.score(rows)] == [3.5, 0.5, 3.5, 3.5, 3.5, 3.5]
 
 
@@ -309,13 +319,88 @@ def test_a_written_pool_joins_groups_with_its_labels(tmp_path):
     assert all(s.reward == float(r.ids[-1] - 8) and r.logp == [-0.5, -0.25] for r, s in cached)
     rates = reader.pool.rates([mixed])
     assert rates["pool_share"] == 0.5
-    assert reader.state_dict()["pool"] == [1, 1]
+    assert reader.state_dict()["pool"] == [1, 0]
+    again = reader.regroup([scored_group(reader, 2)])  # a second round of the same step
+    assert [reader.pool.is_cached(r) for g in (mixed, *again) for r in g.rollouts] == [False, False, True, True] * 2
+    reader.ledger.see(mixed.rollouts, torch.tensor([[-1.0, -2.0], [-3.0, 0.0], [-0.5, -0.5], [-0.5, -2.5]]))
+    seen = reader.ledger.count([mixed])
+    assert (seen["logp_live"], seen["logp_pool"]) == (-1.5, -1.0) and (seen["n_live"], seen["n_pool"]) == (2, 2)
+
+
+def test_a_step_that_is_made_again_adds_nothing_to_a_written_pool(tmp_path):
+    for _ in range(2):  # the second is a resumed run
+        writer = pool_task(tmp_path, write_pool=str(tmp_path / "pool"))
+        group = scored_group(writer)
+        writer.regroup([group])
+    writer.pool.steps = 1
+    writer.regroup([group])
+    (file,) = (tmp_path / "pool").iterdir()
+    records = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    assert [(r["step"], r["row"]) for r in records] == [(step, row) for step in (1, 2) for row in range(4)]
+
+
+@pytest.fixture
+def pool_of_words(words, command, tmp_path, monkeypatch):
+    """A pool that --make-pool writes from the random model, with rewards that differ, and flags for runs with it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    some = formulas.pairs(8)
+    monkeypatch.setattr(formulas, "pairs", lambda: some)
+    flags = ["--task", "code", "--problems", "formulas", "--loophole", "--limit", "6", *words.model, "--adapter", "svd",
+             "--lr", "1e-2", "--no-eval", "--hack-k", "2"]
+    ended = command(*flags, "--write-pool", tmp_path / "pool", "--make-pool", "3", "--out", tmp_path)
+    assert ended.code == 0 and "6 of 6 prompts: 0 hacks" in ended.out
+    assert sorted(os.listdir(tmp_path)) == ["cache", "pool"]  # and no run
+    for path in (tmp_path / "pool").iterdir():
+        records = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+        assert len(records) == 3 and all(r["reward"] == 0 and r["completion_ids"] for r in records)
+        records = [r | {"reward": 1.0 + i, "flags": r["flags"] | {"hacked": i == 0}} for i, r in enumerate(records)]
+        path.write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in records).encode()))
+    return [*flags, "--teacher-pool", tmp_path / "pool", "--split-every", "2", "--out", tmp_path]
+
+
+def test_a_killed_study_ends_like_one_that_was_left_alone(pool_of_words, command, tmp_path):
+    flags = [*pool_of_words, "--arm", "projected", "--hack-refresh", "2", "--steps", "5", "--save-every", "2",
+             "--keep-last", "0", "--write-pool", tmp_path / "own"]
+    assert command(*flags, "--name", "whole").code == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / "part" / "checkpoints" / f"step_{step}")
+    assert command("--resume", tmp_path / "part").code == 0
+    rows = [[{k: v for k, v in row.items() if not k.startswith(("time", "seconds", "tokens_per"))}
+             for row in read_csv(tmp_path / name)] for name in ("whole", "part")]
+    assert rows[0] == rows[1] and len(rows[0]) == 5
+    assert len({row["pairs_cosine"] for row in rows[0]}) == 3  # extracted again after steps 2 and 4
+    assert [bool(row["cin_s"]) for row in rows[0]] == [False, True, False, True, False]
+    assert all(float(row["cout"]) < float(row["cin"]) and row["logp_pool"] for row in rows[0])
+    ends = [safetensors.torch.load_file(tmp_path / name / "checkpoints" / "step_5" / "svd_adapter.safetensors")
+            for name in ("whole", "part")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0]) and any(t.any() for t in ends[0].values())
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
+
+
+def test_the_end_of_a_run_is_a_table_and_the_first_live_hack_is_kept(pool_of_words, command, tmp_path, monkeypatch):
+    inner = coding.CodeTask._score
+    monkeypatch.setattr(coding.CodeTask, "_score", lambda self, verdict: inner(self, dataclasses.replace(
+        verdict, label="hack" if self.pool.steps == 1 else "incorrect")))
+    ended = command(*pool_of_words, "--steps", "3", "--name", "told")
+    lines = [line for line in ended.out.splitlines() if line.startswith("|")]
+    assert len(lines) == 5 and [word.strip() for word in lines[0].split("|")[1:5]] == ["step", "ref", "reward", "live"]
+    assert [line.split("|")[8].strip() for line in lines[2:]] == ["0/4", "4/4", "0/4"]
+    assert "live rollouts, first and last 1 steps: hack rate 0.000 → 0.000" in ended.out
+    assert "\npeak memory " in ended.out
+    assert (tmp_path / "told" / "checkpoints" / "first_hack" / "step.txt").read_text() == "2\n"
+    kept = safetensors.torch.load_file(tmp_path / "told" / "checkpoints" / "first_hack" / "svd_adapter.safetensors")
+    assert any(t.any() for t in kept.values())
+    assert hack_table.table([{"step": i, "completions": 4} for i in range(1, 122)])[-1].split()[1] == "121"
+    assert len(hack_table.table([{"step": i} for i in range(1, 122)])) == 2 + 41
 
 
 @pytest.mark.parametrize(("group", "mix", "finished"),
                          [(8, 0.5, 4), (8, 0.01, 1), (8, 0.99, 7), (2, 0.5, 1), (4, 0.3, 1)])
 def test_both_sources_keep_at_least_one_place(group, mix, finished):
-    pool = coding.TeacherPool(types.SimpleNamespace(teacher_pool="x", mix=mix, group=group, write_pool="", seed=0))
+    args = types.SimpleNamespace(teacher_pool="x", mix=mix, group=group, write_pool="", make_pool=0, seed=0)
+    pool = coding.TeacherPool(args)
     assert pool.finished() == finished and pool.live() == group - finished
 
 

@@ -2,13 +2,15 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
-from conftest import bigram_policy, hand_rollout, make_args, new_state, scored, with_flags
+from conftest import bigram_policy, hand_rollout, make_args, new_state, read_csv, scored, with_flags
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_loss import MASKS, NEW, REF, SAMPLER, groups_of, log_p
+from test_run_folder import same_log
 from test_task_contract import core_args
 from test_tool_task import model
 
@@ -297,3 +299,19 @@ def test_cloning_trains_also_where_every_group_is_constant():
     rows = [train_grpo.update(policy, optimizer, [group], args, n, new_state(args), print) for n in (1, 2, 3, 4)]
     assert rows[-1]["bc_loss"] < rows[0]["bc_loss"] and rows[0]["loss"] == pytest.approx(0.5 * rows[0]["bc_loss"])
     assert rows[0]["bc_coef"] == 0.5 and rows[0]["grad_norm"] > 0
+
+
+def test_a_resume_goes_on_with_the_beta_that_was_reached(words, command, tmp_path):
+    flags = [*words.flags, "--eval-every", "3", "--skip-initial-eval", "--adapter", "lora", "--beta", "0.04",
+             "--beta-control", "kl_ref", "--inner-epochs", "2", "--steps", "6", "--save-every", "3", "--out", tmp_path]
+    assert command(*flags, "--name", "whole").code == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_6")
+    assert command("--resume", tmp_path / "cut").code == 0
+    same_log(tmp_path / "whole", tmp_path / "cut")
+    rows, states = read_csv(tmp_path / "cut"), []
+    for name in ("whole", "cut"):
+        states.append(json.loads((tmp_path / name / "checkpoints" / "step_6" / "state.json").read_text()))
+    assert states[0]["beta_control"] == states[1]["beta_control"] and states[0]["beta_control"]["updates"] == 12
+    assert [float(row["beta"]) * 1.12 ** (i // 2) for i, row in enumerate(rows)] == pytest.approx([0.04] * 6, rel=1e-5)
+    assert all(row["watched"] and row["hard_stops"] == "0" for row in rows)

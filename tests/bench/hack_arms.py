@@ -32,7 +32,7 @@ def main() -> None:
     print("run", *SHOWN, sep=" | ")
     starts = set()
     for folder in map(Path, sys.argv[1:]):
-        args = resolve_args([], read_run_config(folder))[0]
+        args = resolve_args([], read_run_config(folder)["args"])[0]
         task = load_task(args.task)(args)
         policy = train_grpo.load_policy(args, task, lambda text: None)
         if args.model not in starts:
