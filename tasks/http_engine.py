@@ -44,7 +44,7 @@ class Refused(Exception):
     """The server answered, and will not do it: its status and what it said."""
 
     def __init__(self, status: int, text: str):
-        super().__init__(f"{status}: {text}")
+        super().__init__(f"{status}: {text}" + "; set OPENAI_API_KEY to its key" * (status in (401, 403)))
         self.status = status
 
 
@@ -66,8 +66,8 @@ class Server:
         self.name = self.loaded = ""  # the base model's name there; the adapter's that is in use
         self.version: int | None = None  # of the weights that it has
         self.floor, self.trusted = 1e-4, None  # noise of the comparison; local values when they were last seen there
-        self.folder = Path(args.server_folder or tempfile.mkdtemp(prefix="grpo-weights-"))
-        self.owned = None if args.server_folder else tempfile.TemporaryDirectory(dir=self.folder)
+        self.owned = None if args.server_folder else tempfile.TemporaryDirectory(prefix="grpo-weights-")
+        self.folder = Path(args.server_folder or self.owned.name)
         self.tag = secrets.token_hex(3)
         self.adapter = policy.model is not policy.hf and not isinstance(policy.model, SVDModel)
 
@@ -192,16 +192,17 @@ class Server:
         if len(there) != len(here):
             raise self.fail(f"the server {self.url} gave {len(there)} log-probabilities for {len(here)} tokens")
         now = gap(here, there)
+        moved = self.trusted is not None and gap(here, self.trusted) > 4 * self.floor
+        if moved and now > gap(self.trusted, there):
+            raise self.fail(f"the server {self.url} did not take up the weights of step {policy.version}: it answers "
+                            f"with older ones; is its prefix cache reset, and does it see {self.folder} "
+                            "(--server-folder)?")
         if not now < WRONG_MODEL:
             raise self.fail(f"the server {self.url} does not serve this model: its log-probabilities differ from the "
                             f"local ones by {now:.2g} nats a token; start it with --model {policy.args.model}")
         if self.trusted is None:
-            self.floor, self.trusted = max(self.floor, now), here
-        elif gap(here, self.trusted) > 4 * self.floor:
-            if now > gap(self.trusted, there):
-                raise self.fail(f"the server {self.url} did not take up the weights of step {policy.version}: it "
-                                "answers with older ones; is its prefix cache reset, and does it see "
-                                f"{self.folder} (--server-folder)?")
+            self.floor = max(self.floor, now)
+        if moved or self.trusted is None:
             self.trusted = here
 
     # ---- sampling

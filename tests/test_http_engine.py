@@ -91,6 +91,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server, path = self.server, self.path
         server.log.append((path, body))
+        server.key = self.headers.get("Authorization")
         if server.faults.get(path):
             return self.answer({"error": {"message": "busy or broken"}}, server.faults[path].pop(0))
         if server.barrier:
@@ -194,34 +195,67 @@ def check_rows(policy, rows, temperature=1.0):
                                    atol=1e-4)
 
 
-# ---- whole runs
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-@pytest.mark.parametrize("adapter", ["lora", "none"])
-def test_a_run_samples_from_the_server_and_gives_it_each_steps_weights(command, words, serve, tmp_path, kind, adapter):
-    server = serve(kind)
-    ended = command(*words.flags, "--adapter", adapter, "--lora-r", 4, "--engine", "http", "--server", server.url,
-                    "--lr", "0.02", "--steps", 3, "--no-eval", "--out", tmp_path, "--name", "r", "--off-policy",
-                    "truncate", "--inner-epochs", 2, "--server-folder", tmp_path)
-    assert ended.code == 0, ended.err
-    rows = read_csv(tmp_path / "r")
-    assert len(rows) == 3 and "engine http" in ended.out
-    assert all(abs(float(row["logp_gap"])) < 1e-4 for row in rows)  # each step's samples are its own weights'
-    load = {"lora": {"vllm": "/v1/load_lora_adapter", "sglang": "/load_lora_adapter"},
-            "none": {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}}[adapter][kind]
-    assert paths(server).count(load) == 3  # before the steps 1, 2 and 3
+LOADS = {("vllm", "lora"): "/v1/load_lora_adapter", ("sglang", "lora"): "/load_lora_adapter",
+         ("vllm", "none"): "/collective_rpc", ("sglang", "none"): "/update_weights_from_disk"}
+
+
+def served_policy(server, adapter: str, *flags):
+    """A connected policy, with a LoRA on its layers or none."""
+    policy = make_policy("--engine", "http", "--server", server.url, *flags)
     if adapter == "lora":
-        assert len(server.models) == 1  # what is not used is unloaded
-    assert len([p for p in tmp_path.iterdir() if p.name.startswith("grpo-")]) == 1
+        policy.model = peft.get_peft_model(policy.hf, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    policy.server = Server(policy, lambda text: None)
+    policy.server.connect(policy)
+    return policy
 
 
-def test_workers_ahead_of_the_trainer_have_an_adapter_of_their_own(command, words, serve, tmp_path):
+def move_weights(policy, size: float = 0.3) -> None:
+    """What a step does: other weights, the next version."""
+    torch.manual_seed(policy.version)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p += size * torch.randn_like(p) * p.requires_grad
+    policy.version += 1
+
+
+@pytest.mark.parametrize("kind, adapter", LOADS)
+def test_each_version_of_the_weights_is_on_the_server_before_it_samples(serve, tmp_path, kind, adapter):
+    server = serve(kind)
+    policy = served_policy(server, adapter, "--server-folder", str(tmp_path))
+    for version in range(1, 4):
+        move_weights(policy)
+        for _ in range(2):  # the second rollout of a version, an evaluation's, reloads nothing
+            ((row, _),) = policy.sample([Prompt("w5")], 2, 1.0, "t")
+            check_rows(policy, [row])
+        assert paths(server).count(LOADS[kind, adapter]) == 1 + version and set(row.version) == {version}
+    assert len(server.models) == (adapter == "lora") and len(list(tmp_path.iterdir())) == 1  # the old ones are gone
+    assert kind != "vllm" or adapter == "lora" or paths(server).count("/reset_prefix_cache") == 4
+
+
+@pytest.mark.parametrize("size", [0.3, 3e-4])
+def test_stale_weights_are_found_out_also_after_many_small_steps(serve, size):
+    policy = served_policy(serve(faults={"stale": True}), "lora")
+    with pytest.raises(TrainingFailed, match="did not take up the weights of step"):
+        for _ in range(60):
+            move_weights(policy, size)
+            policy.server.sync(policy)
+
+
+def test_whole_weights_are_for_one_policy_at_a_time(serve):
+    with pytest.raises(UserError, match="--adapter lora"):
+        connected(serve()).server.beside()
+
+
+# ---- whole runs
+def test_a_run_samples_from_the_server_with_workers_ahead_and_evaluations_between(command, words, serve, tmp_path):
     server = serve()
-    flags = [*words.flags, "--lora-r", 4, "--engine", "http", "--server", server.url, "--async-workers", 1,
-             "--lr", "0.02", "--out", tmp_path, "--name", "r"]
-    assert command(*flags, "--adapter", "lora", "--steps", 3, "--eval-every", 1).code == 0
-    assert len(read_csv(tmp_path / "r")) == 3 and len(server.models) == 2
-    ended = command(*flags[:-1], "s", "--adapter", "none", "--steps", 3)
-    assert ended.code == 2 and "--adapter lora" in ended.err
+    ended = command(*words.flags, "--adapter", "lora", "--lora-r", 4, "--engine", "http", "--server", server.url,
+                    "--async-workers", 1, "--lr", "0.02", "--off-policy", "truncate", "--steps", 3, "--eval-every", 1,
+                    "--max-version-gap", 0, "--inner-epochs", 2, "--out", tmp_path, "--name", "r")
+    rows = read_csv(tmp_path / "r")
+    assert ended.code == 0 and len(rows) == 3 and "engine http: VLLM" in ended.out, ended.err
+    assert all(abs(float(row["logp_gap"])) < 1e-4 for row in rows)  # each step's samples are its own weights'
+    assert len(server.models) == 2  # the trainer's and the worker's newest
 
 
 def test_the_update_from_the_servers_samples_is_that_from_local_ones(serve, words):
@@ -249,14 +283,14 @@ def test_what_is_asked_for_is_ids_at_the_temperature_with_every_stop_id(serve, k
     server = serve(kind)
     policy = connected(server, "--temperature", "0.7")
     policy.stop_ids = [1, 2, 7, 11]
-    rows = [row for rows in policy.sample([Prompt("w5"), Prompt("w6 w7")], 8, 0.7, "t") for row in rows]
+    rows = [row for rows in policy.sample([Prompt("w5"), Prompt("w6 w7")], 5, 0.7, "t") for row in rows]
     check_rows(policy, rows, 0.7)
     assert {row.stop for row in rows} == {"stop", "length"}
     for row in rows:
         ends = [i for i, token in enumerate(row.ids[row.prompt_length :]) if token in policy.stop_ids]
         assert ends == ([len(row.mask) - 1] if row.stop == "stop" else [])
         assert len(row.mask) <= 8 and all(map(np.isnan, row.entropy))
-    again = policy.sample([Prompt("w5"), Prompt("w6 w7")], 8, 0.7, "t")
+    again = policy.sample([Prompt("w5"), Prompt("w6 w7")], 5, 0.7, "t")
     assert [row.ids for row in rows] == [row.ids for some in again for row in some]
 
 
@@ -303,6 +337,15 @@ def test_no_server_is_one_sentence(command, words, tmp_path, monkeypatch):
     assert ended.code == 2 and "does not answer /health" in ended.err and len(ended.err.splitlines()) == 1
 
 
+def test_a_server_that_wants_a_key_is_given_it(serve, monkeypatch):
+    server = serve(faults={"/v1/completions": [401]})
+    with pytest.raises(UserError, match="OPENAI_API_KEY"):
+        connected(server)
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    connected(server)
+    assert server.key == "Bearer k"
+
+
 @pytest.mark.parametrize("flags", [["--engine", "http"], ["--server", "http://x"]])
 def test_the_engine_and_its_server_go_together(command, flags):
     assert "go together" in command(*flags).err
@@ -332,13 +375,6 @@ def test_a_server_that_dies_ends_the_run_with_its_weights_saved(command, words, 
     again = serve()
     ended = command("--resume", tmp_path / "r", "--server", again.url, "--steps", 5)
     assert ended.code == 0 and [row["step"] for row in read_csv(tmp_path / "r")] == ["1", "2", "3", "4", "5"]
-
-
-def test_stale_weights_are_found_out(command, words, serve, tmp_path):
-    server = serve(faults={"stale": True})
-    ended = command(*words.flags, "--adapter", "lora", "--engine", "http", "--server", server.url, "--steps", 9,
-                    "--lr", "0.02", "--no-eval", "--out", tmp_path, "--name", "r")
-    assert ended.code == 3 and "did not take up the weights of step" in ended.out + ended.err
 
 
 @pytest.mark.parametrize("reply, named", [

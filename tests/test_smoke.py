@@ -45,7 +45,7 @@ def test_a_reward_that_ignores_the_text_teaches_nothing(command, tmp_path, monke
         return scores
 
     monkeypatch.setattr(MathTask, "score", score)
-    assert command(*SHORT, "--out", tmp_path, "--name", "control").code == 0
+    assert command(*SHORT, "--steps", "16", "--out", tmp_path, "--name", "control").code == 0
     first, last = accuracies(tmp_path / "control")
     assert last - first <= 0.1
     assert all(float(row["grad_norm"]) > 0 for row in read_csv(tmp_path / "control"))

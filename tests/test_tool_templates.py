@@ -66,7 +66,7 @@ def raw_tokenizer():
 
 def in_pieces(tokenizer, text: str, end: int) -> list[int]:
     """Ids that decode to `text`, but are not what a tokenizer makes of it."""
-    ids = [token for i in range(0, len(text), 7) for token in tokenizer.encode(text[i : i + 7])]
+    ids = [token for i in range(0, len(text), 9) for token in tokenizer.encode(text[i : i + 9])]
     assert ids != tokenizer.encode(text)
     return [*ids, end]
 
@@ -138,7 +138,7 @@ def check(policy, task, fed, turns, shown, fast):
     return row
 
 
-@pytest.mark.parametrize("name, fast", [*((name, True) for name in sorted(SHOWN)), ("qwen3", False), ("llama3", False)])
+@pytest.mark.parametrize("name, fast", [*((name, True) for name in sorted(SHOWN)), ("qwen3", False)])
 def test_what_is_trained_on_is_what_the_model_saw_under_a_real_template(monkeypatch, name, fast):
     tokenizer, end = tokenizer_for(name)
     apart = [in_pieces(tokenizer, text, end) for text in SAID]
