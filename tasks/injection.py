@@ -65,6 +65,10 @@ class Injection:
         self.pending = Pending([], None)
         self.index: Tensor | None = None  # (2, k) row and column of each vector in the forward that runs
 
+    def __deepcopy__(self, memo) -> Injection:
+        """Itself: the hooks of a copied model are fed with it, and do not copy what `encode` belongs to."""
+        return self
+
     def install(self, hf) -> None:
         """Hook a causal LM; hooks of any earlier injection (a copied model brings its original's) are replaced."""
         layers = decoder_layers(hf)

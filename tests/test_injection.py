@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import WordTask, hand_rollout, make_policy, random_model
 
-import engine
 from data import Prompt, TrainingFailed, UserError
 from engine import Row, token_logps
+from tasks import attention
 from tasks.injection import EPSILON, Injection, added, decoder_layers
 
 LEFT, MARKER, RIGHT = 21, 20, 22
@@ -47,7 +47,7 @@ def injecting_policy(kind="llama", fast=False, **keywords):
     policy.task = InjectingTask(policy.args)
     policy.task.prepare_model(policy)
     if fast:
-        assert engine.install_attention(policy.hf)
+        assert attention.install_attention(policy.hf)
         policy.engine = "fast"
     return policy
 

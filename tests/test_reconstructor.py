@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from data import UserError
 from tasks import reconstructor
-from tasks.reconstructor import Spec, baselines, batches, fve, mse, normalise
+from tasks.reconstructor import Critic, Spec, baselines, batches, fve, mse, normalise
 
 CPU, TEMPLATE = torch.device("cpu"), "w3 w4 {explanation} w9"
 SCALE = 32**0.5
@@ -164,3 +164,28 @@ def test_other_mistakes_are_one_sentence(folders, tmp_path):
         reconstructor.load(tmp_path, CPU, torch.float32)
     with pytest.raises(UserError, match="cannot be trained"):
         built(folders["llama"], load_4bit=True)
+
+
+# ---- its training
+def test_micro_batches_change_nothing_and_a_gradient_that_is_not_finite_changes_nothing_at_all(folders):
+    rows, gold = [[3, 4, 11, 9], [3, 4, 12, 13, 14, 9], [3, 9]], torch.randn(3, 32)
+    whole, parts = (Critic(built(folders["llama"]), 1e-2, budget) for budget in (1000, 1))
+    first, second = whole.step(rows, gold), parts.step(rows, gold)
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-5) and first["skipped"] == 0
+    assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
+    with torch.no_grad():
+        own = mse(built(folders["llama"]).score(rows), gold, SCALE)
+    assert first["loss"] == pytest.approx(own.mean().item(), rel=1e-5)
+    before = {name: p.detach().clone() for name, p in whole.model.trainable().items()}
+    assert whole.step(rows, gold * torch.nan)["skipped"] == 1
+    assert all(torch.equal(p, before[name]) for name, p in whole.model.trainable().items())
+    assert whole.step(rows, gold)["loss"] < first["loss"]
+
+
+def test_a_checkpoint_without_the_critics_optimizer_is_an_error(folders, tmp_path):
+    critic = Critic(built(folders["llama"]), 1e-2)
+    critic.save(tmp_path)
+    critic.load(tmp_path)
+    (tmp_path / "optimizer.pt").unlink()
+    with pytest.raises(UserError, match="no optimizer of the critic"):
+        critic.load(tmp_path)
