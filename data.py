@@ -210,6 +210,10 @@ class Task:
         """Further fields of a held-out prompt's record in eval.jsonl; `curves` are drawn by plot_run.py (see there)."""
         return {}
 
+    def report(self, step: int, records: list[dict], folder: Path) -> list[str]:
+        """After an evaluation of a run: lines for the console; may write files of its own into the run's folder."""
+        return []
+
     def ended(self, rows: list[dict]) -> list[str]:
         """Lines for the console at the run's end. Raises TrainingFailed where the run came to nothing."""
         return []
@@ -221,6 +225,13 @@ class Task:
     def load_state_dict(self, state: dict) -> None:
         if self.sampler and state["sampler"]:
             self.sampler.load_state_dict(state["sampler"])
+
+    def save(self, folder: Path) -> None:
+        """Write what is no plain JSON (a critic's tensors) into a checkpoint that is being made, before the policy's
+        weights; the checkpoint is kept whole or not at all."""
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote. KeyError, OSError or UserError where it does not fit."""
 
     # Where a task needs them.
     def prepare_model(self, policy) -> None:
@@ -269,6 +280,7 @@ def _attempt(fn: Callable, *args):
 # ------------------------------------------------------------------------------------------------ task registry
 TASKS = {
     "math": "tasks.math_reasoning:MathTask",
+    "nla": "tasks.nla:NlaTask",
     "code": "tasks.coding:CodeTask",
     "custom": "tasks.custom:CustomTask",
     "physics": "tasks.physics:PhysicsTask",

@@ -936,6 +936,7 @@ def save_merged(policy: Policy, folder: Path) -> None:
 def save_checkpoint(run: Run, policy: Policy, optimizer: Optimizer, state: dict, args) -> None:
     """checkpoints/step_N: the weights, the optimizer and `state`, whole or not at all, after all that was logged."""
     def fill(folder: Path) -> None:
+        policy.task.save(folder)
         save_model(policy, folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
         (folder / "state.json").write_text(strict_json(state | {"made_with": made_with(args)}))
@@ -989,6 +990,7 @@ def load_checkpoint(policy: Policy, optimizer: Optimizer, path: Path, override: 
                 raise KeyError(*wrong[:3])
         optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location=policy.device, weights_only=True))
         policy.task.load_state_dict(state["task"])
+        policy.task.load(path)
     except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(f"{path} does not fit --model {policy.args.model} and this task: {reason}") from error

@@ -385,10 +385,10 @@ class Document:
         return hashlib.blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
     def caption_at(self, end: int) -> str | None:
-        """The caption of the state after `text[:end]`, one of `cuts`: what was said, the last word, what follows."""
+        """The caption of the state after `text[:end]`, one of `cuts`: the last word, what follows, what was said."""
         if self.caption is None:
             return None
-        return f"{self.caption}; after {re.findall(r'[A-Za-z]+', self.text[:end])[-1]}: {self.cuts[end]}"
+        return f"after {re.findall(r'[A-Za-z]+', self.text[:end])[-1]}: {self.cuts[end]}; {self.caption}"
 
 
 def documents(n: int, seed: int) -> list[Document]:

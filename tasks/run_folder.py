@@ -143,7 +143,7 @@ class Run:
     """
 
     def __init__(self, folder: Path, task: Task, args, say=print, lock: typing.IO | None = None):
-        self.folder, self.say, self.lock = folder, say, lock
+        self.folder, self.say, self.lock, self.report = folder, say, lock, task.report
         self.waiting: list[tuple[Path, bytes, bool]] = []  # (file, bytes, whether they are added to its end)
         self.refused, self.saved = "", {"checkpoint_mb": None, "save_seconds": None}
         parts = [f"part_{name}" for name in (*task.parts, *(["overlong"] if args.overlong == "soft" else []))]
@@ -247,6 +247,11 @@ class Run:
     def log_eval(self, step: int, metrics: dict, records: list[dict]) -> None:
         line = strict_json({"step": step, **metrics, "answers": records}) + "\n"
         self.write(self.folder / "eval.jsonl", line.encode(), append=True)
+        try:
+            for text in self.report(step, records, self.folder):
+                self.say(text)
+        except OSError as error:
+            self.say(f"  warning: the task's report could not be written: {error.strerror}")
 
     def forget_after(self, step: int) -> None:
         """Drop what was logged past a checkpoint that is resumed, and a torn last line: steps are never repeated."""

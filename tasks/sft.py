@@ -42,6 +42,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     add("--lora-r", type=int, default=16, help="LoRA rank; 0 trains all weights [16]")
     add("--lora-alpha", type=float, default=32, help="LoRA scale [32]")
     add("--context", type=int, default=2048, help="examples over this many tokens are left out, counted [2048]")
+    add("--rslora", action="store_true", help="rank-stabilised scale: alpha / sqrt(r)")
     add("--load-4bit", action="store_true", help="nf4 base through bitsandbytes (CUDA)")
     add("--chat-template", default="", help="Jinja file to use instead of the tokenizer's chat template")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
@@ -88,26 +89,32 @@ def load(own: argparse.Namespace):
         present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         targets = [name for name in TARGETS if name in present] or "all-linear"
         model = peft.get_peft_model(model, peft.LoraConfig(
-            r=own.lora_r, lora_alpha=own.lora_alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"))
+            r=own.lora_r, lora_alpha=own.lora_alpha, target_modules=targets, lora_dropout=0.0,
+            use_rslora=own.rslora, task_type="CAUSAL_LM"))
         model.peft_config["default"].base_model_name_or_path = path
     return model, tokenizer
 
 
-def train(model, examples: list[tuple[list[int], list[int]]], own: argparse.Namespace, pad: int, say):
-    """Cross-entropy on the answers' tokens (labels not -100), a mean over the tokens of each step. Yields the loss."""
+def train(model, examples: list[tuple[list[int], list[int]]], own: argparse.Namespace, pad: int, say, feed=None):
+    """Cross-entropy on the answers' tokens (labels not -100), a mean over the tokens of each step. Yields the loss.
+
+    `feed` is told the indices of the examples of each forward before it.
+    """
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=own.lr, weight_decay=0.0)
     order: list[int] = []
     for step in range(own.steps):
         while len(order) < own.batch:
             order += rng_of(own.seed, "sft", step, len(order)).permutation(len(examples)).tolist()
-        rows, order = [examples[i] for i in order[: own.batch]], order[own.batch :]
+        picked, order = order[: own.batch], order[own.batch :]
         warm = min(1.0, (step + 1) / max(1, own.steps // 20))
         optimizer.param_groups[0]["lr"] = own.lr * warm * 0.5 * (1 + math.cos(math.pi * step / own.steps))
-        spoken, total = sum(label != -100 for _, labels in rows for label in labels), 0.0
-        for some in (rows[i : i + own.micro_batch] for i in range(0, len(rows), own.micro_batch)):
-            ids, labels = (pad_sequence([torch.tensor(row[k]) for row in some], batch_first=True, padding_value=filler)
-                           .to(model.device) for k, filler in ((0, pad), (1, -100)))
+        spoken, total = sum(label != -100 for i in picked for label in examples[i][1]), 0.0
+        for some in (picked[i : i + own.micro_batch] for i in range(0, len(picked), own.micro_batch)):
+            ids, labels = (pad_sequence([torch.tensor(examples[i][k]) for i in some], batch_first=True,
+                                        padding_value=filler).to(model.device) for k, filler in ((0, pad), (1, -100)))
+            if feed:
+                feed(some)
             logits = model(input_ids=ids).logits[:, :-1]  # right padding: causal attention never sees it
             loss = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum") / spoken

@@ -242,7 +242,7 @@ def test_captions_tell_the_slots_the_last_word_and_what_follows():
     head = f"{name} bought {number} {colour} {item} in {place}."
     assert doc.text == f"{head} Now the {colour} {item} from {place} belong to {name}."
     cut = doc.text.index(f" {item} from")
-    assert doc.caption_at(cut) == f"{name} bought {number} {colour} {item}, {place}; after {colour}: item"
+    assert doc.caption_at(cut) == f"after {colour}: item; {name} bought {number} {colour} {item}, {place}"
     assert min(doc.cuts) == len(head) + 4 and doc.cuts[len(doc.text) - 1] == "end"
 
 

@@ -6,6 +6,7 @@ import time
 import types
 
 import pytest
+from nla_files import nla_files
 
 import data
 from data import Group, Prompt, Rollout, Score, load_task
@@ -23,8 +24,13 @@ def named(prompts, completions, word, **columns):
 def core_args(task: str, **values) -> types.SimpleNamespace:
     options = {field.name: field.default for field in dataclasses.fields(load_task(task).Options)}
     core = {"data": "", "eval_data": "", "eval_size": 20, "limit": 0, "max_bad_records": 0.01, "seed": 1, "group": 4,
-            "reward": (), "model": "tiny", "max_turns": 1}
+            "reward": (), "model": "tiny", "max_turns": 1, "load_4bit": False, "adapter": "none", "cache": True}
     return types.SimpleNamespace(**{"task": task, **core, **options, **values})
+
+
+def nla_args(folder):
+    files = nla_files()
+    return core_args("nla", model=files.model, data=files.data, reconstructor=files.reconstructor, eval_size=8)
 
 
 def math_args(folder):
@@ -52,7 +58,7 @@ def tools_args(folder):
 
 
 FACTORIES = {"math": math_args, "custom": custom_args, "code": code_args, "physics": physics_args,
-             "tools": tools_args}
+             "tools": tools_args, "nla": nla_args}
 HOSTILE = ["", " \n\t", "\ud800 lone \udfff", "{" * 5000, "\\boxed{" * 3000 + "}" * 3000, "1" * 1_000_000,
            "Final Answer: " + "(" * 4000, "Final Answer: 9**9**9**9", "Final Answer: __import__('os').system('x')",
            "Step 1: " * 100_000, "\x00\x1b[31m", "d2x/dt2 = 9**9**9**9",
@@ -76,11 +82,13 @@ def task(args):
 
 
 def messages_of(prompts) -> list:
-    return [prompt.messages for prompt in prompts]
+    return [as_text(prompt) for prompt in prompts]
 
 
 def as_text(prompt: Prompt) -> str:
-    return json.dumps(prompt.messages, sort_keys=True)
+    """What the policy is given: the messages, and the activation where there is one."""
+    vector = "" if prompt.inject is None else str(prompt.inject.tolist())
+    return json.dumps(prompt.messages, sort_keys=True) + vector
 
 
 def check_scores(task, rollouts, scores):
