@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -110,7 +111,8 @@ class SVDModel(nn.Module):
         Path(folder).mkdir(parents=True, exist_ok=True)
         tensors = {name: layer.delta.detach().cpu().contiguous() for name, layer in self.layers.items()}
         header = {"schema": SCHEMA, "base_model_name_or_path": self.source, "weights": self.weights}
-        safetensors.torch.save_file(tensors, Path(folder) / FILE, header)
+        # one entry: several are written in an order that changes from file to file
+        safetensors.torch.save_file(tensors, Path(folder) / FILE, {"header": json.dumps(header)})
 
     def load(self, folder: str | Path) -> None:
         """Take the δ of a folder. UserError where they belong to other weights."""
@@ -149,7 +151,8 @@ class SVDModel(nn.Module):
 
 def read_header(path: Path) -> dict:
     with safetensors.safe_open(path, "pt") as file:
-        return file.metadata() or {}
+        header = file.metadata() or {}
+    return json.loads(header["header"]) if "header" in header else header
 
 
 def saved_base(folder: str) -> str | None:
