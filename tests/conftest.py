@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+import hypothesis
 import torch
 import transformers
 
@@ -29,6 +30,9 @@ from data import Group, Prompt, Rollout, Score, Task
 from tasks import attention
 
 train_grpo.args_class = functools.cache(train_grpo.args_class)
+hypothesis.settings.register_profile(  # a busy machine is no fault of what is tested
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("suite")
 torch.set_num_threads(1)  # several small models: a second thread waits more than it works
 
 
