@@ -162,7 +162,8 @@ class NlaTask(Task):
             raise UserError(f"--critic-lr {args.critic_lr} must be over 0 and under 1")
 
     def prompt(self, row: ActivationRow, held: bool = False) -> Prompt:
-        return Prompt(row.prompt, row.text, {"doc_id": row.doc_id, "source": row.source, "held": held}, row.vector)
+        meta = {"doc_id": row.doc_id, "source": row.source, "quirk": row.quirk, "held": held}
+        return Prompt(row.prompt, row.text, meta, row.vector)
 
     def start_from(self) -> str:
         return self.start
@@ -280,7 +281,7 @@ class NlaTask(Task):
             errors = [error for error in self.errors(said, meant) if error is not None] if meant else []
             row |= {name: fve(float(np.mean(errors)), raw)} if errors else {}
         self.controls, self.judged = row, []
-        asked = [JudgedRow(text, prompt.meta["source"]) for text, prompt in found]
+        asked = [JudgedRow(text, prompt.meta["source"], prompt.meta["quirk"]) for text, prompt in found]
         for name in self.args.judge_evals:
             row |= nla_judges.evaluate(name, self.judged_by, asked, self.judged.append)
         return row
