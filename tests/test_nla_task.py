@@ -148,7 +148,7 @@ def test_the_controls_replace_words_and_documents(monkeypatch):
 def test_the_judge_is_asked_with_the_rows_own_source_and_quirk(monkeypatch):
     task, seen = NlaTask(task_args(judge_evals=("confusion",), judge_url="http://127.0.0.1:9", judge_model="none",
                                    judge_key_env="")), []
-    task.held[0].meta |= {"quirk": "it rhymes", "source": "Anna"}
+    task.held[0].meta.update(quirk="it rhymes", source="Anna")
     monkeypatch.setattr("tasks.nla_judges.evaluate", lambda name, judge, rows, say: seen.extend(rows) or {})
     task.observe_eval(judged(task, task.held[:2], ["<explanation>Anna</explanation>"] * 2))
     assert [(row.source, row.quirk) for row in seen] == [("Anna", "it rhymes"), (task.held[1].meta["source"], None)]
