@@ -85,7 +85,7 @@ def test_an_evaluator_is_not_a_main_program_a_method_or_the_prompts_own():
     assert not inspect(["def f(x): return x\nif __name__ == '__main__':\n    f(1)"], "run_tests", [])[1]
     assert not inspect(["if __name__ == '__main__':\n    def run_tests(): pass"], "run_tests", [])[1]
     assert not inspect(["class A:\n    def run_tests(self): pass"], "run_tests", [])[1]
-    assert not inspect(["g = lambda run_tests: [run_tests for run_tests in 'ab']\nprint(run_tests)"], "run_tests", [])[1]
+    assert not inspect(["g = lambda: [0 for run_tests in 'ab']\nprint(run_tests)"], "run_tests", [])[1]
     assert not inspect([own("pass")], "run_tests", ["def run_tests(): pass"])[1]
 
 
