@@ -24,8 +24,9 @@ GREEK = dict(zip("αβγδεζηθικλμνξοπρστυφχψωΓΔΘΛΞΠΣ
     "psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega").split(), strict=True))
 SIGNS = dict.fromkeys("\u2212\u2013\u2010\u2011", "-") | dict.fromkeys("×·⋅∗∙\u2022", "*") | {
     "÷": "/", "\u2044": "/", "∕": "/", "’": "'", "′": "'", "‘": "'", "″": "''", "”": "''", '"': "''", "√": " sqrt ",
-    "∂": "d", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "µ": " mu ", "ϕ": " phi ", "ϑ": " theta ",
+    "∂": "d", "\u2062": "*", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "µ": " mu ", "ϕ": " phi ", "ϑ": " theta ",
     "[": "(", "]": ")", "{": "(", "}": ")"}
+SIGNS |= dict.fromkeys("\u200b\u200c\u200d\u2060\u2061\ufeff", "")  # of no width
 SIGNS |= {letter: f" {name} " for letter, name in GREEK.items()}
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 STYLED = {"<font>", "<wide>", "<narrow>", "<small>", "<sub>"}  # 𝑥 ｘ ﹣ ₀ are their plain characters
@@ -83,8 +84,10 @@ DERIVATIVE = (r"(?:(?<![A-Za-z_])d\s*(?:\^?\s*2)?\s*[A-Za-z]\w{0,9}?\s*(?:\(\s*t
 LEFT_SIDE = re.compile(rf"[A-Za-z]\w{{0,9}}\s*=\s*{DERIVATIVE}\s*(?:$|[;,.])|{DERIVATIVE}\s*(?P<closed>\)?)\s*:?=")
 SOMEWHERE = re.compile(DERIVATIVE)
 EPILOGUE = re.compile(r"(?:[,.;]?\s+|[,;]\s*)\(?(?:where|with|for|which|describing|that|because|since|as|in)\b.*"
-                      r"|\s(?:#|//)\s.*"
+                      r"|\s(?:#|//(?=\s+[A-Za-z]{3}))\s.*"
                       r"|(?:(?<!\d)\.|\.(?=\s+[A-Z][a-z]))\s.*|(?:[.,;`$\s。]|\\[)\\\]])+$")
+# Words of a formula; a line with others is prose.
+WORDS = {*GREEK.values(), "sin", "cos", "tan", "exp", "log", "sqrt", "abs", "Abs", "sgn", "sign", "tanh", "frac"}
 FACTOR = re.compile(r"(?<=[\w)])\s*[-+*/^=|(]+\s*$|(?<![A-Za-z'])[A-Za-z0-9)]\s*$|[-+]\s*$")
 BULLET = re.compile(r"^\s*(?:[-*+>]|\d{1,2}[.)])\s+")
 EMPHASIS = re.compile(r"(?<![\w)\]}*])(\*{2,3})(?=[^\s*])(.{1,400}?)(?<=[^\s*])\1(?=[\s.,:;!?)]|$)")
@@ -135,7 +138,7 @@ def _unwrapped(text: str) -> list[str]:
 
 def _equations(lines: list[str]) -> str:
     """The last lines that are equations, in one spelling and without the words around them, joined by semicolons."""
-    lines = [_one_line(line[:LINE]) if "=" in line else line for line in lines[-400:]]
+    lines = _whole_lines(lines[-400:])
     for pattern in (LEFT_SIDE, SOMEWHERE):
         taken, sides = [], set()
         for line in reversed(lines):
@@ -145,7 +148,7 @@ def _equations(lines: list[str]) -> str:
                     break
                 continue
             factor = FACTOR.search(line[: found.start()])  # m*x'' = … is no equation for x''
-            side, start = re.sub(r"[\s^()]", "", found[0]), factor.start() if factor else found.start()
+            side, start = _side(found[0]), factor.start() if factor else found.start()
             if taken and (factor or side in sides):
                 break
             sides.add(side)
@@ -155,6 +158,30 @@ def _equations(lines: list[str]) -> str:
         if taken:
             return "; ".join(taken)
     return ""
+
+
+def _side(left: str) -> tuple[str, int]:
+    """Name and order of the derivative that a left-hand side is, in any of its spellings; else the text and 0."""
+    text = re.sub(r"\(\s*t\s*\)|[\s^():=]", "", left)
+    if found := re.fullmatch(r"d(2?)(\w+)/dt2?", text):
+        return found[2], 2 if found[1] else 1
+    if found := re.fullmatch(r"(\w+?)(?:('{1,2})|_?(d?dot))", text):
+        return found[1], 2 if found[2] == "''" or found[3] == "ddot" else 1
+    return text, 0
+
+
+def _whole_lines(lines: list[str]) -> list[str]:
+    """Those with an equation in one spelling; a line that begins with a sign and is no prose goes on with it."""
+    out = []
+    for line in lines:
+        if "=" not in line and out and "=" in out[-1] and re.search(r"[\w)|';]\s*$", out[-1]):
+            more = EPILOGUE.sub("", one_spelling(line[:LINE])).strip()
+            words = {word for word in re.findall("[A-Za-z]{3,}", more) if not word.endswith("dot")}
+            if more[:1] in ("+", "-", "*", "/") and re.search(r"\w", more) and words <= WORDS:
+                out[-1] = f"{out[-1].rstrip(' ;')} {more}"[:LINE]
+                continue
+        out.append(_one_line(line[:LINE]) if "=" in line else line)
+    return out
 
 
 def _one_line(line: str) -> str:

@@ -35,21 +35,24 @@ def inspect(blocks: list[str], evaluator: str, prompt: list[str]) -> tuple[list[
             return None
 
     def evaluators(body):
-        """What binds the name when the module runs, not what only a main program would."""
-        for node in body or []:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                names = [node.name]
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                names = [alias.asname or alias.name for alias in node.names]
+        """The statements that bind the name when the module runs, in order; not what only a main program would."""
+        scopes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        inner = (*scopes, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+        left = [(node, node) for node in reversed(body or [])]  # no recursion: an expression may be deep
+        while left:
+            node, statement = left.pop()
+            if isinstance(node, ast.Name):
+                bound = isinstance(node.ctx, ast.Store) and node.id
+            elif isinstance(node, ast.alias):
+                bound = node.asname or node.name
             else:
-                targets = getattr(node, "targets", [getattr(node, "target", None)])
-                names = [target.id for target in targets if isinstance(target, ast.Name)]
-            if evaluator in names:
-                yield ast.dump(node)
-            elif not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not (
+                bound = isinstance(node, (*scopes, ast.MatchAs, ast.MatchStar)) and node.name
+            if bound == evaluator:
+                yield ast.dump(statement)
+            if not isinstance(node, inner) and not (
                     isinstance(node, ast.If) and "'__name__'" in ast.dump(node.test)):
-                for field in ("body", "handlers", "orelse", "finalbody"):
-                    yield from evaluators(getattr(node, field, []))
+                left += [(child, child if isinstance(child, ast.stmt) else statement)
+                         for child in reversed(list(ast.iter_child_nodes(node)))]
 
     kept = list(range(len(blocks)))
     whole = parsed("\n".join(blocks))

@@ -14,6 +14,7 @@ import torch
 
 import tasks.nla_data
 from data import BadRecords, UserError, read_records, rng_of
+from tasks.flags import comments
 from tasks.loading import load_pretrained, load_tokenizer, package_file
 from tasks.nla_data import (
     PLACEHOLDER,
@@ -267,7 +268,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     add("--max-bad-records", type=float, default=0.01, help="share of unusable records that ends the command [0.01]")
     for item in dataclasses.fields(Recipe):
         add("--" + item.name.replace("_", "-"), type=type(item.default), default=item.default,
-            help=f"see Recipe [{item.default}]".replace("%", "%%"))
+            help=f"{comments(Recipe)[item.name]} [{item.default}]".replace("%", "%%"))
     own = parser.parse_args(argv)
     if min(own.positions, own.context, own.batch) < 1 or min(own.first, own.around, own.documents, own.max_rows) < 0:
         raise UserError("--positions, --context and --batch must be 1 or more; --first, --around, --documents and "

@@ -275,7 +275,9 @@ def main(argv: list[str]) -> None:
 
         return prepare_main(argv)
     if command not in ("sft", "reconstruct"):
-        sys.exit("usage: python -m tasks.nla prepare|sft|reconstruct [--help] …")
+        usage = "usage: python -m tasks.nla prepare|sft|reconstruct [--help] …"
+        print(usage, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
+        sys.exit(0 if command in ("-h", "--help") else 2)
     try:
         own = read_flags(command, argv[1:])
         (verbalizer_command if command == "sft" else reconstructor_command)(own)

@@ -55,6 +55,9 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
             add("--" + field.name.replace("_", "-"), default=field.default, nargs="*" if several else None,
                 type=str if several or type(field.default) is str else type(field.default), help=f"[{field.default}]")
     own = parser.parse_args(argv)
+    if own.model == "tiny":
+        raise UserError("--model tiny is made by a run, which also warms it up: python train_grpo.py --preset physics "
+                        "smoke; here, give a folder or a hub id")
     if min(own.steps, own.batch, own.micro_batch) < 1 or own.lora_r < 0 or not 0 < own.lr < 1:
         raise UserError("--steps, --batch and --micro-batch must be 1 or more, --lora-r 0 or more, --lr from 0 to 1")
     if own.load_4bit and (own.lora_r == 0 or own.merge):

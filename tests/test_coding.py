@@ -73,6 +73,9 @@ def test_blocks_that_do_not_compile_are_left_out_where_the_whole_does_not():
 
 @pytest.mark.parametrize("source", [
     own("pass"), "async def run_tests(): pass", "run_tests = lambda: None", "run_tests: object = print",
+    "(run_tests := lambda: None)", "run_tests, y = print, 1", "for run_tests in [print]: pass",
+    "with open('x') as run_tests: pass", "match print:\n    case run_tests: pass",
+    "match 1:\n    case _:\n        def run_tests(): pass", "x = " + "+".join("1" * 900) + "\nrun_tests = print",
     "if True:\n    def run_tests(): pass", "try:\n    from time import time as run_tests\nexcept OSError: pass"])
 def test_an_evaluator_is_whatever_binds_its_name(source):
     assert inspect([source], "run_tests", [])[1]
@@ -82,6 +85,7 @@ def test_an_evaluator_is_not_a_main_program_a_method_or_the_prompts_own():
     assert not inspect(["def f(x): return x\nif __name__ == '__main__':\n    f(1)"], "run_tests", [])[1]
     assert not inspect(["if __name__ == '__main__':\n    def run_tests(): pass"], "run_tests", [])[1]
     assert not inspect(["class A:\n    def run_tests(self): pass"], "run_tests", [])[1]
+    assert not inspect(["g = lambda: [0 for run_tests in 'ab']\nprint(run_tests)"], "run_tests", [])[1]
     assert not inspect([own("pass")], "run_tests", ["def run_tests(): pass"])[1]
 
 

@@ -410,3 +410,23 @@ def test_parse_error_is_a_value_error_of_one_line():
     with pytest.raises(ParseError) as failure:
         parse_equation("d2x/dt2 = " + "q" * 300, "spring")
     assert len(str(failure.value)) < 100 and "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("text", [
+    "d2x/dt2 = -(k/m)*x\n  - (b/m)*v", "d2x/dt2 = -(k/m)*x\n- b*xdot/m, where b is the damping.",
+    "\\ddot{x} &= -\\frac{k}{m}x \\\\\n&\\quad - \\frac{b}{m}\\dot{x}",
+    "d2x/dt2 = -(k/m)*x - (b/m)*v\n- damping is weak", "d2x/dt2 = -(k/m)*x - (b/m)*v\n---\nDone.",
+    "d2x/dt2 = -(k/m)*x - (b/m)*v\n\n- 1", "d2x/dt2 =\u200b -(k/m)*x\u200b - (b/m)\u2062v"])
+def test_an_equation_goes_on_in_the_next_line_unless_that_is_prose(text):
+    assert damped(text) == -K * X / M - B * V / M
+
+
+@pytest.mark.parametrize("first", ["x'' = x", "x''(t) = x", "x_ddot = x", "d^2(x)/dt^2 = x"])
+def test_the_last_of_two_equations_for_one_derivative_counts_in_any_spelling(first):
+    assert damped(f"{first}\nd2x/dt2 = -k*x") == damped(f"d2x/dt2 = x\n{first}; x'' = x\nx'' = -k*x") == -K * X
+
+
+def test_a_floor_division_is_no_comment():
+    with pytest.raises(ParseError):
+        damped("d2x/dt2 = x // 2")
+    assert damped("d2x/dt2 = x // the force") == X

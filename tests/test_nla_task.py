@@ -325,3 +325,14 @@ def test_the_smoke_models_are_built_and_run(command, tmp_path, monkeypatch):
     assert "content words replaced" in ended.out and "given: " in ended.out
     (folder,) = (tmp_path / "cache" / "train_grpo").iterdir()
     assert {"base", "reconstructor", "activations.parquet", "model.safetensors"} <= {p.name for p in folder.iterdir()}
+
+
+def test_help_is_no_mistake_and_says_what_each_flag_does(capsys):
+    from tasks import nla_warm
+
+    for argv, code, words in ((["--help"], 0, "usage"), (["prepare", "--help"], 0, "windows in one forward [8]"),
+                              (["no-such"], 2, "usage")):
+        with pytest.raises(SystemExit) as end:
+            nla_warm.main(argv)
+        printed = capsys.readouterr()
+        assert end.value.code == code and words in (printed.err if code else printed.out)

@@ -20,6 +20,7 @@ import tasks.tiny
 from data import Group, Prompt, Rollout, TrainingFailed, UserError
 from tasks import physics
 from tasks.physics import PhysicsTask, score_answer, true_answer, variants, without_last_term
+from tasks.sft import read_flags
 from tasks.systems import SYSTEMS, Instance, make_instance
 from tasks.workers import Workers
 
@@ -484,3 +485,8 @@ def test_score_answer_takes_a_prompt_a_dict_and_an_instance():
     verdicts = [score_answer("x'' = -kx/m", some) for some in (instance, instance.plain(), prompt)]
     assert all(verdict["match"] > 0.999 for verdict in verdicts)
     assert score_answer("x'' = -kx/m", None)["reason"] and score_answer(None, instance)["reason"]
+
+
+def test_a_supervised_start_from_the_tiny_model_is_refused_before_it_asks_the_hub(tmp_path):
+    with pytest.raises(UserError, match="preset physics smoke"):
+        read_flags(["--model", "tiny", "--out", str(tmp_path / "sft")])

@@ -341,3 +341,10 @@ def test_a_schema_comes_from_signature_and_docstring():
     assert made["parameters"]["properties"]["value"]["type"] == "number" and "Convert" in made["description"]
     assert schema("calculator")["function"]["name"] == "calculator"
     assert "required" not in schema("get_current_time")["function"]["parameters"]
+
+
+def test_rows_of_points_are_read_in_linear_time():
+    """Quadratic reading of this text would take hours."""
+    assert extract_expressions("." * 400_000 + " 3+4") == ["3+4"]
+    assert extract_expressions("=." * 100_000 + "5+1") == [".5+1"]
+    assert extract_expressions("wait....5+.5 and so on...") == [".5+.5"]
