@@ -1178,8 +1178,8 @@ def main(argv: list[str] | None = None) -> int:
         config["history"] = [*before.get("history", []), earlier]  # of each start what differs from the next
     if args.deterministic:  # even switching it off imports half of PyTorch: three seconds
         torch.use_deterministic_algorithms(True)
+    off_policy.check_task(args, load_task(args.task))
     task = load_task(args.task)(args)
-    off_policy.check_task(args, task)
     for note in task.notes:
         say(note)
     policy = load_policy(args, task, say)

@@ -58,12 +58,12 @@ def check(args, name: Callable[[str], str]) -> None:
         raise UserError(f"{name('beta_min')} is more than --beta-max {args.beta_max:g}")
 
 
-def check_task(args, task: Task) -> None:
-    """UserError where the task lacks what the flags ask of it, before a model is loaded."""
-    if args.bc_coef and type(task).worked_turn is Task.worked_turn:
+def check_task(args, task: type[Task]) -> None:
+    """UserError where the task lacks what the flags ask of it, before it reads its data or fits a model."""
+    if args.bc_coef and task.worked_turn is Task.worked_turn:
         raise UserError(f"--bc-coef {args.bc_coef:g}: task {args.task} has no right turns to imitate (worked_turn); "
                         "use --bc-coef 0")
-    if args.async_workers and type(task).on_forward is not Task.on_forward:
+    if args.async_workers and task.on_forward is not Task.on_forward:
         raise UserError(f"--async-workers {args.async_workers}: task {args.task} hooks into the model's forward "
                         "(on_forward), which two threads cannot share; use --async-workers 0")
 

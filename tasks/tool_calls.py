@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import json
+import math
 import re
 import zoneinfo
 from collections.abc import Callable, Iterator
@@ -209,8 +210,15 @@ def refuse(constant: str):
     raise ValueError(f"{constant} is no JSON")
 
 
-DECODER = json.JSONDecoder(parse_constant=refuse)
-LOOSE_DECODER = json.JSONDecoder(parse_constant=refuse, strict=False)
+def number(text: str) -> int | float:
+    """A JSON number, finite and of a length that somebody means."""
+    if len(text) > 400 or not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:20]} … is too large a number" if len(text) > 20 else f"{text} is too large a number")
+    return int(text) if text.lstrip("-").isdigit() else value
+
+
+DECODER = json.JSONDecoder(parse_constant=refuse, parse_int=number, parse_float=number)
+LOOSE_DECODER = json.JSONDecoder(parse_constant=refuse, parse_int=number, parse_float=number, strict=False)
 LOOSE = re.compile(r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')
     |(?P<open>[{\[])|(?P<close>[}\]])|(?P<sign>[:,])
     |(?P<word>None|True|False|null|true|false)(?!\w)|(?P<number>-?[0-9][0-9.eE+-]{0,40}))""", re.S | re.X)

@@ -95,9 +95,8 @@ def test_a_python_literal_is_read_but_is_not_canonical(content, arguments):
     lambda inner: st.lists(inner, max_size=3), max_leaves=6), max_size=3))
 def test_what_python_writes_comes_back(arguments):
     (call,) = parse_tool_calls(block(repr({"name": "f", "arguments": arguments})))
-    plain = json.dumps(arguments)
     assert call["error"] or call["arguments"] == arguments  # an escape that only Python has (\\x00) is an error
-    assert call["error"] is None or "\\u00" in plain or "\\u2" in plain or "\\ue" in plain or "\\ud" in plain, plain
+    assert call["error"] is None or "\\x" in repr(arguments) or "\\U" in repr(arguments)
 
 
 @pytest.mark.parametrize("text", ["what's the weather", "if (x) { log(y)", "</tool_call>",
@@ -348,3 +347,14 @@ def test_rows_of_points_are_read_in_linear_time():
     assert extract_expressions("." * 400_000 + " 3+4") == ["3+4"]
     assert extract_expressions("=." * 100_000 + "5+1") == [".5+1"]
     assert extract_expressions("wait....5+.5 and so on...") == [".5+.5"]
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e400", "9" * 500, "9" * 5000])
+def test_a_number_beyond_what_can_be_held_is_a_call_with_an_error(number):
+    text = f'<tool_call>{{"name": "unit_converter", "arguments": {{"value": {number}}}}}</tool_call>'
+    assert [bool(call["error"]) for call in parse_tool_calls(text)] == [True]
+    assert "sys." not in parse_tool_calls(text)[0]["error"]
+
+
+def test_the_largest_power_of_ten_may_stand_in_a_product():
+    assert calculate("1e300*1e-300") == 1.0
