@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+import typing
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -163,27 +164,36 @@ def watch(events: Events) -> None:
     Path.open, Path.write_text = watched_open, write_text
 
 
-def child_main(flags: list[str], output: Path | None, prepare=lambda: None, after=lambda: None) -> None:
-    """The command as the whole rest of a forked child: it ends here, with the command's exit code, 70 for a crash."""
+def end_in_child(work, files=(), after=lambda: None) -> typing.NoReturn:
+    """`work` as the whole rest of a forked child, which ends here with its exit code, 70 for a crash; what it says goes
+    to `files`: one for stdout, one for stderr (or, without any, where it went before)."""
     code = 70
     gc.freeze()  # else every fork collects what the libraries left, for a second
     try:
-        if output:
-            handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(handle, 1)
-            os.dup2(handle, 2)
-            sys.stdout, sys.stderr = (os.fdopen(os.dup(handle), "w", buffering=1) for _ in range(2))
-        plot_run.plot_run = lambda folder: []
-        prepare()
-        train_grpo.run_command(lambda: train_grpo.main([str(word) for word in flags]))
+        for number, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        if files:
+            sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+        work()
     except SystemExit as ended:
         code = ended.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         after()
         os._exit(code)
+
+
+def child_main(flags: list[str], output: Path | None, prepare=lambda: None, after=lambda: None) -> typing.NoReturn:
+    """The command, without pictures, as the whole rest of a forked child."""
+    def work() -> None:
+        plot_run.plot_run = lambda folder: []
+        prepare()
+        train_grpo.run_command(lambda: train_grpo.main([str(word) for word in flags]))
+
+    end_in_child(work, (output, output) if output else (), after)
 
 
 def forked(flags: list[str], at: int, act: str, folder: Path) -> tuple[int, int, str]:

@@ -1,16 +1,15 @@
 """What a user meets on the command line before anything is trained: flags, presets, their errors."""
 
 import dataclasses
-import gc
 import json
 import math
 import os
 import re
 import runpy
 import sys
-import traceback
 import typing
 
+import chaos
 import pytest
 from conftest import ROOT
 from hypothesis import given, settings
@@ -49,22 +48,11 @@ def resolved(*argv):
 # ---- as a process
 def as_a_script(words: list[str], out: str, err: str) -> typing.NoReturn:
     """train_grpo.py as the whole rest of a forked child, as a shell runs it: its output goes to files."""
-    code = 70
-    gc.freeze()  # else every fork collects what the libraries left, for a second
-    try:
-        for number, name in ((1, out), (2, err)):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
-        sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w") for number in (1, 2))
+    def work() -> None:
         sys.argv[1:] = words
         runpy.run_path(train_grpo.__file__, run_name="__main__")
-    except SystemExit as ended:
-        code = ended.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    chaos.end_in_child(work, (out, err))
 
 
 @pytest.fixture(scope="module")
