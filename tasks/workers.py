@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 MEMORY = 2 << 30  # bytes of address space of a worker
+BROKE = 3  # exit code of a child that could not go on after a job
 
 
 class Workers:
@@ -141,7 +142,7 @@ def _template(target: str, seconds: float, ends: list[int], paths: list[str]) ->
     while children:
         pid, status = os.wait()
         end = children.pop(pid)
-        if os.WIFSIGNALED(status):
+        if os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == BROKE:
             children[_fork(function, seconds, end, ends, True)] = end
 
 
@@ -155,7 +156,10 @@ def _fork(function: Callable, seconds: float, end: int, ends: list[int], died: b
                 os.close(other)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        code = BROKE
         _answer(function, seconds, socket.socket(fileno=end), died)
+        code = 0
+    except OSError:  # the owner has gone
         code = 0
     finally:
         os._exit(code)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import errno
+import faulthandler
 import gc
 import gzip
 import json
@@ -174,6 +175,7 @@ def end_in_child(work, files=(), after=lambda: None) -> typing.NoReturn:
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         if files:
             sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+            faulthandler.enable(2)
         work()
     except SystemExit as ended:
         code = ended.code or 0
@@ -184,6 +186,21 @@ def end_in_child(work, files=(), after=lambda: None) -> typing.NoReturn:
         sys.stderr.flush()
         after()
         os._exit(code)
+
+
+def exit_code(child: int, seconds: float = 150) -> int:
+    """A child's exit code, negative where a signal ended it. TimeoutError, with the child killed, where it hangs; its
+    threads' stacks are then in what it wrote."""
+    until = time.monotonic() + seconds
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGABRT)
+            time.sleep(1)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise TimeoutError(f"process {child} had not ended after {seconds:g} s")
+        time.sleep(0.005)
+    return os.waitstatus_to_exitcode(found[1])
 
 
 def child_main(flags: list[str], output: Path | None, prepare=lambda: None, after=lambda: None) -> typing.NoReturn:
@@ -204,7 +221,7 @@ def forked(flags: list[str], at: int, act: str, folder: Path) -> tuple[int, int,
     child = os.fork()
     if child == 0:
         child_main(flags, folder / "output", lambda: watch(events), lambda: counted.write_bytes(b"%d" % events.count))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = exit_code(child)
     passed = int(counted.read_text()) if code >= 0 and counted.exists() else at
     return code, passed, place.read_text() if place.exists() else ""
 

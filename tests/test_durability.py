@@ -49,7 +49,7 @@ def forked_main(flags, output, prepare) -> int:
     child = os.fork()
     if child == 0:
         chaos.child_main(flags, output, prepare)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return chaos.exit_code(child)
 
 
 def one_sentence(ended, *words: str) -> None:
@@ -195,17 +195,21 @@ def test_a_run_that_is_alive_can_be_neither_resumed_nor_overwritten(words, comma
     ready, wait = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        lock = run_folder.hold(copy)  # noqa: F841
-        os.write(ready[1], b"x")
-        os.read(wait[0], 1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.read(ready[0], 1)
+        def work():
+            lock = run_folder.hold(copy)  # noqa: F841
+            os.write(ready[1], b"x")
+            os.read(wait[0], 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        chaos.end_in_child(work)
+    os.close(ready[1])
+    assert os.read(ready[0], 1) == b"x"
     before = (copy / "metrics.csv").read_bytes()
     for flags in (["--resume", copy], [*words.flags, "--out", copy.parent, "--name", copy.name, "--overwrite"]):
         one_sentence(command(*flags), "alive", f"process {child}", os.uname().nodename)
     assert (copy / "metrics.csv").read_bytes() == before
     os.write(wait[1], b"x")
-    os.waitpid(child, 0)
+    chaos.exit_code(child)
     assert command("--resume", copy).code == 0  # the lock of a killed process is no hindrance
 
 

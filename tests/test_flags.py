@@ -77,7 +77,7 @@ def processes(tmp_path_factory):
         if children[-1] == 0:
             os.chdir(folder)
             as_a_script(words, f"{i}.out", f"{i}.err")
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    codes = [chaos.exit_code(child) for child in children]
     ended = {case: (codes[i], (folder / f"{i}.out").read_text(), (folder / f"{i}.err").read_text())
              for i, case in enumerate(commands)}
     assert not (folder / "runs").exists()

@@ -301,6 +301,8 @@ def work(job):
         os.kill(os.getpid(), 9)
     if job == "raise":
         raise KeyError(job)
+    if job == "leave":
+        raise SystemExit(1)
     return [job, os.getpid()]
 """
 
@@ -315,10 +317,10 @@ def hang(tmp_path, monkeypatch):
 
 
 def test_a_job_that_hangs_dies_or_eats_memory_costs_only_itself(hang):
-    jobs = ["a", "spin", "b", "eat", "c", "die", "d", "raise", "e"]
+    jobs = ["a", "spin", "b", "eat", "c", "die", "d", "raise", "e", "leave", "f", "leave"]
     start = time.perf_counter()
     results = hang.map(jobs)
-    assert [result and result[0] for result in results] == ["a", None, "b", None, "c", None, "d", None, "e"]
+    assert [result and result[0] for result in results] == [word if len(word) == 1 else None for word in jobs]
     assert time.perf_counter() - start < 8
     assert [result[0] for result in hang.map(list("fghi"))] == list("fghi")
 

@@ -370,7 +370,7 @@ def killed(words, tmp_path_factory):
         assert os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    chaos.exit_code(child)
     return out / "a", (out / "said").read_bytes()
 
 
@@ -609,7 +609,7 @@ def in_a_fork(work) -> int:
             os._exit(0)
         except BaseException:
             os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return chaos.exit_code(child)
 
 
 @pytest.mark.parametrize("first, second, code", [(signal.SIGINT, signal.SIGINT, 130),
