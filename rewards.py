@@ -289,8 +289,9 @@ def _latex(s: str) -> str | None:
     return None if "\0" in (tex := TOKEN.sub(token, s)) else tex
 
 
-# math-verify in a process of its own, which imports it once, then forks a child that answers. The alarm clock of a
-# child over its deadline ends it, and the next fork is ready in milliseconds. Both end with their stdin, so with us.
+# math-verify in a process of its own, which imports it once, then forks a child that answers. A child that has used up
+# its time is ended by the kernel's timer, which counts processor time (a busy machine makes no answer wrong), and the
+# next fork is ready in milliseconds. Both end with their stdin, so with us.
 _worker: subprocess.Popen | None = None
 _lock = threading.Lock()
 _left = contextvars.ContextVar("seconds left for an answer, in each thread", default=DEADLINE)
@@ -336,17 +337,20 @@ def _answer_worker(paths: list[str]) -> None:
     print("ready", file=out, flush=True)
     while child := os.fork():
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status not in (-signal.SIGALRM, -signal.SIGSEGV):  # the end of stdin, or killed from outside
+        if -status not in (signal.SIGPROF, signal.SIGALRM, signal.SIGSEGV):  # the end of stdin, or killed from outside
             return
         print(0, 0, file=out, flush=True)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for seconds, *pair in map(json.loads, sys.stdin):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, 20 * seconds)
         try:
             verdict = _value(pair[0]) if pair[1] is None else _verdict(*pair)
         except Exception:
             verdict = math.nan if pair[1] is None else 0.0
-        print(float(verdict), signal.setitimer(signal.ITIMER_REAL, 0)[0], file=out, flush=True)
+        left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(float(verdict), left, file=out, flush=True)
 
 
 def _parsed(*texts: str) -> list:

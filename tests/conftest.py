@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -46,6 +48,15 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --run-slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@contextlib.contextmanager
+def quick(seconds: float = 1.0):
+    """What is within takes less processor time of this process; by the clock, which a busy machine holds up, ten times
+    as much is allowed."""
+    start, used = time.perf_counter(), time.process_time()
+    yield
+    assert time.process_time() - used < seconds and time.perf_counter() - start < 10 * seconds
 
 
 class WordTask(Task):

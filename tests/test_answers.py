@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import quick
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -450,9 +451,8 @@ HOSTILE = [
 def test_hostile_text_costs_under_a_second_and_is_wrong(text):
     for completion in (text, f"The answer is {text}", f"Final Answer: {text}", f"\\boxed{{{text}}}"):
         for gold in ("17", r"(x^2, \sqrt{17})"):
-            start = time.perf_counter()
-            assert not equivalent(completion, gold) and not equivalent(final_answer(completion), gold)
-            assert time.perf_counter() - start < 1
+            with quick():
+                assert not equivalent(completion, gold) and not equivalent(final_answer(completion), gold)
 
 
 @pytest.mark.parametrize("text", HOSTILE[:8])
@@ -461,13 +461,8 @@ def test_hostile_power_is_wrong_for_the_numbers_it_is_made_of(text):
 
 
 def test_time_grows_linearly_with_the_text():
-    def cost(n):
-        start = time.perf_counter()
-        final_answer("Step 1: 3 + 4 = 7 is $x$ {answer} **b** " * n)
-        return time.perf_counter() - start
-
-    cost(10)
-    assert cost(40_000) < 1
+    with quick():
+        final_answer("Step 1: 3 + 4 = 7 is $x$ {answer} **b** " * 40_000)
 
 
 CODE = [
@@ -570,9 +565,8 @@ def wait_until(condition, seconds=10):
 def test_a_hostile_expression_behind_the_screen_costs_under_a_second(tex):
     assert ask(r"2\sqrt {2}", r"\sqrt {8}")
     leader = rewards._worker.pid
-    start = time.perf_counter()
-    assert not ask(tex, "5") and ask(r"2\sqrt {2}", r"\sqrt {8}")
-    assert time.perf_counter() - start < 1
+    with quick():
+        assert not ask(tex, "5") and ask(r"2\sqrt {2}", r"\sqrt {8}")
     assert rewards._worker.pid == leader and len(session(leader)) == 2
 
 
@@ -580,9 +574,10 @@ def test_hostile_parts_of_a_list_share_one_deadline():
     assert equivalent(r"\sqrt{2}+1", r"1+\sqrt{2}")
     parts = [f"e^{{e^{{e^{{e^{{{x}}}}}}}}}" for x in "xyz"]
     assert all(rewards._latex(rewards._clean(x)) for x in parts)
-    start = time.perf_counter()
-    assert not equivalent(", ".join(parts), r"a+1, b+1, c+1")
-    assert time.perf_counter() - start < 1
+    before = rewards._worker.pid
+    with quick():
+        assert not equivalent(", ".join(parts), r"a+1, b+1, c+1")
+    assert rewards._left.get() == 0 and rewards._worker.pid == before
     assert equivalent(r"\sqrt{3}+1", r"1+\sqrt{3}")
 
 
@@ -750,7 +745,7 @@ def test_what_math_verify_alone_gets_wrong_or_reads_otherwise(answer, gold, same
 
 
 @given(st.text(max_size=300))
-@settings(max_examples=150, deadline=1000)
+@settings(max_examples=150)
 def test_any_text_equals_itself_and_never_raises(text):
     assert equivalent(text, text) or not equivalent(text, text)
     assert final_answer(text) is None or isinstance(final_answer(text), str)
@@ -767,16 +762,12 @@ TOKENS = (
 
 @given(st.lists(st.sampled_from(TOKENS), max_size=60), st.sampled_from(["", " "]))
 @example([r"\frac", "{", "1", "}"], "")
-@settings(max_examples=250, deadline=1000)
+@settings(max_examples=250)
 def test_any_mathematical_tokens_never_raise_and_are_quick(tokens, glue):
     text = glue.join(tokens)
-    (
-        equivalent(text, "5"),
-        equivalent("5", text),
-        equivalent(final_answer(text), text),
-        number(text),
-        check_golds([text]),
-    )
+    with quick():
+        equivalent(text, "5"), equivalent("5", text), equivalent(final_answer(text), text)
+        number(text), check_golds([text])
     if text.strip(" *`.,;") and not rewards.MARKED.search(text):
         assert equivalent(text, text)
 
@@ -869,9 +860,8 @@ def test_math_golds_of_other_problems_do_not_match():
 
 @needs_data
 def test_every_data_set_gold_matches_itself_and_the_check_is_quick():
-    start = time.perf_counter()
-    assert check_golds(gsm8k()) == [] and check_golds(math500()) == []
-    assert time.perf_counter() - start < 10
+    with quick(10):
+        assert check_golds(gsm8k()) == [] and check_golds(math500()) == []
 
 
 @needs_data

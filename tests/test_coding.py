@@ -5,13 +5,13 @@ import gzip
 import json
 import os
 import shutil
-import time
 import types
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from conftest import quick
 
 from data import Group, Prompt, Rollout, Score, UserError, load_task
 from tasks import coding, formulas, hack_table
@@ -153,12 +153,11 @@ def test_a_response_that_the_compiler_chokes_on_costs_the_others_nothing(grader)
     bomb = "".join(" " * i + "try: pass\n" + " " * i + "finally:\n" for i in range(19)) + " " * 19 + "x = 1\n"
     hostile = [bomb + RIGHT, "x = " + "(" * 50_000, "x = " + "-" * 90_000 + "1", "s = '\ud800'", "s = '\0'",
                RIGHT + "\n```\n```\n".join("x" * 20_000)]
-    start = time.monotonic(), time.process_time()
     sources = [*hostile, RIGHT, "# " + "x" * 9000 + "\n" + WRONG]
-    found = grader.grade_all([(block(source), PROBLEM) for source in sources])
+    with quick(3):
+        found = grader.grade_all([(block(source), PROBLEM) for source in sources])
     assert [v.label for v in found] == ["incorrect"] * 6 + ["correct", "incorrect"]
     assert not any(v.compiles for v in found[:6]) and found[7].compiles
-    assert time.process_time() - start[1] < 1 and time.monotonic() - start[0] < 30
 
 
 def test_a_bare_record_can_be_graded():

@@ -1,12 +1,12 @@
 """Equations of motion as models write them: every accepted spelling, every refusal with its reason, no harm."""
 
 import threading
-import time
 import warnings
 
 import numpy as np
 import pytest
 import sympy
+from conftest import quick
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -265,13 +265,12 @@ def test_f07_a_stiff_system_ends_within_the_limits(initial, seconds, text):
     from tasks.equations import parse
 
     equation = parse(text, [First(name) for name in "xyz"], [])
-    start = time.perf_counter()
-    try:
-        found = simulate(equation, {}, initial, np.linspace(0, seconds, 100))
-        assert np.isfinite(found).all()
-    except SimulationFailed as reason:
-        assert str(reason)
-    assert time.perf_counter() - start < 1
+    with quick():
+        try:
+            found = simulate(equation, {}, initial, np.linspace(0, seconds, 100))
+            assert np.isfinite(found).all()
+        except SimulationFailed as reason:
+            assert str(reason)
 
 
 @pytest.mark.parametrize("right", [
@@ -281,9 +280,8 @@ def test_f07_a_stiff_system_ends_within_the_limits(initial, seconds, text):
     "1e30*1e30*x", "k^12*k^12*x^12", "abs((x-9)^(1/3))", "1/(1-abs(sign(x)))"])
 def test_f08_f09_f11_what_is_not_finite_or_not_real_is_a_failure_score(right, recwarn, capfd):
     spring = make_instance("spring", 0)
-    start = time.perf_counter()
-    verdict = score_answer(f"d2x/dt2 = {right}", spring)
-    assert time.perf_counter() - start < 1
+    with quick():
+        verdict = score_answer(f"d2x/dt2 = {right}", spring)
     assert all(np.isfinite(verdict[name]) for name in ("match", "match_dense", "correctness", "simplicity", "format"))
     assert verdict["match"] < 0.1 and (verdict["reason"] or right in ("log(t)",))
     assert not recwarn.list and capfd.readouterr() == ("", "")
@@ -300,8 +298,7 @@ def test_f10_an_expression_round_trips(text, names):
 
 
 def test_f12_a_pathological_expression_is_refused_before_any_algebra():
-    start = time.perf_counter()
-    for text in ("(" * 19 + "x" + "+1)^12" * 19, "x^(1/(1+1/(1+1/(1+1/x))))^9", "((x+1)^12+(x+2)^12)^12*1e30",
+    texts = ("(" * 19 + "x" + "+1)^12" * 19, "x^(1/(1+1/(1+1/(1+1/x))))^9", "((x+1)^12+(x+2)^12)^12*1e30",
                  "*".join(f"(x+{i})^12" for i in range(13)), "^".join(["x"] * 40), "sqrt(" * 30 + "x" + ")" * 30,
                  "-" * 380 + "x", "d" + " " * 19_000 + "2", "\nd2x/dt2 = x" * 1500, "**a" * 6000,
                  '"' * 9000 + "=" * 9000,
@@ -309,9 +306,10 @@ def test_f12_a_pathological_expression_is_refused_before_any_algebra():
                  "." * 19_000 + "x",
                  "\nd\\frac d" + " " * 1900 + "= x'" * 9, "9" * 390, "(" * 390, "x" * 390, "k" * 30, "kx" * 150,
                  "9.9e29^12^12",
-                 "abs(sign(" * 9 + "x"):
-        score_answer(f"d2x/dt2 = {text}", make_instance("spring", 0))
-    assert time.perf_counter() - start < 2
+                 "abs(sign(" * 9 + "x")
+    with quick(2):
+        for text in texts:
+            score_answer(f"d2x/dt2 = {text}", make_instance("spring", 0))
 
 
 # ---- nothing a text says takes long, raises, or prints
@@ -355,11 +353,9 @@ TEXTS = st.one_of(st.lists(st.sampled_from(ALPHABET), max_size=40).map("".join).
 
 def throw(text):
     spring = make_instance("damped_spring", 1)
-    start = time.perf_counter()
-    with warnings.catch_warnings():
+    with quick(), warnings.catch_warnings():
         warnings.simplefilter("error")
         verdict = score_answer(text, spring)
-    assert time.perf_counter() - start < 1, text
     assert all(0 <= verdict[name] <= 1 for name in ("match", "match_dense", "correctness", "simplicity", "format"))
     assert (verdict["format"] == 1) == (verdict["reason"] is None)
     assert verdict["format"] == 1 or verdict["match"] == 0

@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-import time
 import types
 
 import pytest
+from conftest import quick
 from nla_files import nla_files
 
 import data
@@ -140,9 +140,8 @@ def test_a_hostile_completion_costs_under_a_second(task, text):
     task.score([rollout(prompt, "warm up")])
     assert equivalent(r"\sqrt{8}", r"2\sqrt{2}")  # its process takes seconds to start, once
     rollouts = [rollout(prompt, text, "length"), rollout(prompt, "ordinary")]
-    start, used = time.perf_counter(), time.process_time()
-    scores = task.score(rollouts)
-    assert time.process_time() - used < 1 and time.perf_counter() - start < 10  # a busy machine is no fault of the task
+    with quick():
+        scores = task.score(rollouts)
     check_scores(task, rollouts, scores)
 
 
