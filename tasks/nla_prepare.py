@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -281,17 +282,22 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     try:
         own = read_flags(argv)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        half = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        path = package_file(own.model) if own.model.startswith("package:") else own.model
-        tokenizer = load_tokenizer(path, own)
-        model = load_pretrained(path, own, device, torch.bfloat16 if half else torch.float32)
+        if own.model == "tiny":
+            raise UserError("--model tiny: the built-in model is made for a task, and task nla makes its activations "
+                            "itself (python train_grpo.py --preset nla smoke); give a folder, a hub id, a .gguf file "
+                            "or package:NAME/FILE")
         bad = BadRecords(own.text)
         if own.text == "generated":
             docs: Iterable[Document] = documents(own.documents or 2000, own.seed)
         else:
             every = read_documents(own.text, own.text_field, bad)
-            docs = (document for _, document in zip(range(own.documents or sys.maxsize), every, strict=False))
+            first = list(itertools.islice(every, 1))  # a file that is missing is said before a model is loaded
+            docs = itertools.islice(itertools.chain(first, every), own.documents or None)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        half = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        path = package_file(own.model) if own.model.startswith("package:") else own.model
+        tokenizer = load_tokenizer(path, own)
+        model = load_pretrained(path, own, device, torch.bfloat16 if half else torch.float32)
         recipe = Recipe(**{item.name: getattr(own, item.name) for item in dataclasses.fields(Recipe)})
         path = prepare(model, tokenizer, own.layer, docs, own.out, own.seed, recipe, own.model, print)
         for note in bad.check(own.max_bad_records) if bad.total else ():

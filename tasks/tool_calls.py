@@ -217,7 +217,15 @@ def number(text: str) -> int | float:
     return int(text) if text.lstrip("-").isdigit() else value
 
 
-DECODER = json.JSONDecoder(parse_constant=refuse, parse_int=number, parse_float=number)
+def once(pairs: list[tuple]) -> dict:
+    """An object; ValueError where a key stands twice, since which of the values holds is then the reader's choice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+DECODER = json.JSONDecoder(parse_constant=refuse, parse_int=number, parse_float=number, object_pairs_hook=once)
 LOOSE_DECODER = json.JSONDecoder(parse_constant=refuse, parse_int=number, parse_float=number, strict=False)
 LOOSE = re.compile(r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')
     |(?P<open>[{\[])|(?P<close>[}\]])|(?P<sign>[:,])
@@ -229,8 +237,8 @@ INSIDE = re.compile(r"""\\.|\"""", re.S)
 def decode(text: str, at: int) -> tuple[object, int, bool]:
     """The value that begins at `at`, where it ends, and whether it is strict JSON. Raises ValueError, RecursionError.
 
-    Read too are Python's words and quotes, line ends within a text and a comma before a closing bracket: tokens are
-    rewritten as JSON in one pass, and nothing is evaluated.
+    Read too are Python's words and quotes, line ends within a text, a comma before a closing bracket and a key that is
+    given twice (the last one holds): tokens are rewritten as JSON in one pass, and nothing is evaluated.
     """
     try:
         return *DECODER.raw_decode(text, at), True

@@ -361,3 +361,12 @@ def test_the_command_makes_a_file_from_a_text_and_from_records(made, tokenizer, 
             nla_prepare.main([*shared, "--text", str(tmp_path / "corpus.txt"), "--out", str(tmp_path / "c"), *wrong])
         said = capsys.readouterr()
         assert stop.value.code == 2 and said.err.startswith("error: ") and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("model, text, said", [("tiny", "generated", "--preset nla smoke"),
+                                               ("no-model", "missing.jsonl", "no data file missing.jsonl")])
+def test_the_command_refuses_what_it_cannot_use_before_it_loads_a_model(model, text, said, capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        nla_prepare.main(["prepare", "--model", model, "--layer", "0", "--text", text, "--out", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and said in err and len(err.splitlines()) == 1

@@ -33,6 +33,13 @@ READ = [tuple(call.values()) for call in (A, B)]
 
 
 # ---- calls in tags
+@pytest.mark.parametrize("text", ['{"name": "f", "name": "f", "arguments": {"a": 1}}',
+                                  '{"name": "f", "arguments": {"a": 0, "a": 1}}'])
+def test_a_key_given_twice_is_read_but_not_canonical(text):
+    assert parse_tool_calls(f"<tool_call>\n{text}\n</tool_call>") == [
+        {"name": "f", "arguments": {"a": 1}, "canonical": False, "error": None}]
+
+
 def test_a_canonical_call_is_read():
     assert parse_tool_calls(f"I call it.\n{block(A)}") == [{**A, "canonical": True, "error": None}]
 
