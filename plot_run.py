@@ -256,14 +256,18 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def standard(run: Run) -> dict[str, list[Panel]]:
-    """The panels of each standard picture."""
+    """The panels of each standard picture. Beside the others there is one of parts, with the largest; a legend of more
+    than eight cannot be read."""
     parts = {name: name.removeprefix("part_") for name in run.columns if name.startswith("part_")}
-    panels = PANELS | {"parts": PANELS["parts"]._replace(columns=parts)}
+    ranked = sorted(parts, key=lambda name: -sum(abs(y or 0.0) for y in run.columns[name]))
+    some = [PANELS["parts"]._replace(columns={name: parts[name] for name in ranked[i : i + 8]})
+            for i in range(0, len(ranked), 8)]
+    panels = PANELS | {"parts": some[0] if some else PANELS["parts"]}
     own = [x for x in run.columns if x not in KNOWN | set(parts) | {f"eval_{name}" for name in run.columns}]
     task = [Panel(name.replace("_", " "), {name: "train", f"eval_{name}": "eval"}) for name in own]
     both = [CAPABILITY] * any(run.series(name)[0] for name in [*FACTORS][1:])
-    return {"overview": [*panels.values()]} | {name: [panels[name]] for name in ("reward", "accuracy", "parts")} | {
-        "loss": [panels["loss"], panels["kl"]], "task": task, "capability_vs_faithfulness": both}
+    return {"overview": [*panels.values()]} | {name: [panels[name]] for name in ("reward", "accuracy")} | {
+        "parts": some, "loss": [panels["loss"], panels["kl"]], "task": task, "capability_vs_faithfulness": both}
 
 
 def plot_run(folder: str | Path, out_dir: str | Path | None = None, smooth: float = 0.8) -> list[Path]:

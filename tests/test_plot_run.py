@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -359,3 +360,16 @@ def test_capability_and_faithfulness_share_a_picture_where_a_judge_was_asked(tmp
     assert lines == {"fve × 100": [0, 40], "hallucinations × 10": [40, 20]}
     alone = make_run(tmp_path / "b", [line(1)], '{"step": 0, "fve": 0.1}\n')
     assert pr.standard(pr.read_run(alone))["capability_vs_faithfulness"] == []
+
+
+def test_many_parts_are_spread_over_panels_and_the_largest_come_first(tmp_path):
+    names = [f"part_p{i}" for i in range(20)]
+    rows = [",".join([str(step), *(str(i / 10) for i in range(20))]) + "\n" for step in (1, 2)]
+    run = pr.read_run(make_run(tmp_path / "a", rows, columns=["step", *names]))
+    panels = pr.standard(run)
+    assert [list(panel.columns.values()) for panel in panels["parts"]] == [
+        [f"p{i}" for i in span] for span in (range(19, 11, -1), range(11, 3, -1), range(3, -1, -1))]
+    assert panels["parts"][0] in panels["overview"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pr.plot_run(tmp_path / "a")
