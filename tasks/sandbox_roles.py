@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import builtins
 import collections
+import decimal
+import fractions
 import json
 import socket
 import struct
@@ -211,6 +213,10 @@ def encode(x, objects: list | None = None):
         return {"complex": [x.real, x.imag]}
     if isinstance(x, range):
         return {"range": [x.start, x.stop, x.step]}
+    if isinstance(x, fractions.Fraction):
+        return {"fraction": [encode(int(x.numerator)), encode(int(x.denominator))]}
+    if isinstance(x, decimal.Decimal):
+        return {"decimal": decimal.Decimal.__str__(x)}
     if objects is None:
         raise TypeError(f"a {type(x).__name__} cannot be passed to a solution")
     if hasattr(x, "__next__"):
@@ -237,5 +243,6 @@ def decode(x, remote=None):
     if tag == "object" and remote:
         return remote(int(value))
     plain = {"int": lambda: int(value, 16), "bytes": lambda: bytes.fromhex(value), "range": lambda: range(*value),
-             "complex": lambda: complex(*value)}
+             "complex": lambda: complex(*value), "decimal": lambda: decimal.Decimal(value),
+             "fraction": lambda: fractions.Fraction(*map(decode, value))}
     return plain[tag]()

@@ -268,7 +268,8 @@ def test_no_tests_are_no_pass():
 
 @pytest.mark.parametrize("value", ["None", "True", "1.5", "float('inf')", "'é\\ud800'", "b'\\x00'", "10 ** 100", "-3",
                                    "[1, (2, {3}), {'a': [4]}]", "{(1, 2): frozenset({3})}", "1 + 2j", "range(3, 9, 2)",
-                                   "''", "[]", "()", "{}"])
+                                   "__import__('fractions').Fraction(10 ** 30, 7)", "''", "[]", "()", "{}",
+                                   "__import__('decimal').Decimal('-1.50')"])
 def test_plain_data_crosses_unchanged(value):
     same = f"assert f({value}) == {value} and type(f({value})) is type({value})"
     assert sandbox.judge(["def f(x):\n    return x"], [same], "f").ok
