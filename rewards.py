@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -29,7 +28,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 TAIL, LONGEST, BRACKETS = 30_000, 512, 60  # characters read of a completion and of an answer, brackets of an answer
-DEADLINE, MEMORY = 0.7, 1 << 29  # seconds for an answer and bytes of address space that math-verify has
+DEADLINE = 0.7  # seconds of processor time for an answer that math-verify has
+WORKER = Path(__file__).with_name("tasks") / "answer_worker.py"  # run, never imported
 REL_TOL = Fraction(1, 10**9)  # nobody writes ten digits by accident
 
 # Finding the answer in a completion. Every pattern is linear: no repeat inside a repeat without a separator between.
@@ -289,9 +289,7 @@ def _latex(s: str) -> str | None:
     return None if "\0" in (tex := TOKEN.sub(token, s)) else tex
 
 
-# math-verify in a process of its own, which imports it once, then forks a child that answers. A child that has used up
-# its time is ended by the kernel's timer, which counts processor time (a busy machine makes no answer wrong), and the
-# next fork is ready in milliseconds. Both end with their stdin, so with us.
+# math-verify in a process of its own, see WORKER; it ends with its stdin, so with us.
 _worker: subprocess.Popen | None = None
 _lock = threading.Lock()
 _left = contextvars.ContextVar("seconds left for an answer, in each thread", default=DEADLINE)
@@ -306,7 +304,7 @@ def _ask(answer: str, gold: str | None) -> float:
         for _ in range(2):  # again where the worker was killed from outside
             worker, _worker = _worker, None  # back after its reply: a late one, after Ctrl-C, answers no other question
             if not worker or worker.poll() is not None:  # its own session keeps Ctrl-C from it
-                command = [sys.executable, "-I", __file__, "--answer-worker", *filter(None, sys.path)]
+                command = [sys.executable, "-I", str(WORKER), *filter(None, sys.path)]
                 worker = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                           stderr=subprocess.DEVNULL, start_new_session=True)
                 if worker.stdout.readline() != b"ready\n":
@@ -324,67 +322,6 @@ def _ask(answer: str, gold: str | None) -> float:
                     worker.kill()
                     worker.wait()
     return math.nan if gold is None else 0.0
-
-
-def _answer_worker(paths: list[str]) -> None:
-    import resource
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.path += paths
-    out, sys.stdout = sys.stdout, sys.stderr  # libraries may print
-    for pair in [(r"\frac{\pi }{2}-(a +1)(b -1)^{2}", r"\sqrt [3]{8}x ^{2}-2I "), ("y =-2x +|3|", r"2x_{82}=\sin (x )"),
-                 ("2!", r"\log _{2} 8"), (r"(x +1)^{2}", r"x ^{2}+2x +1"), (r"\frac{\sqrt {8}}{2}", r"\sqrt {2}")]:
-        _verdict(*pair)  # a fork inherits what this warms up
-    print("ready", file=out, flush=True)
-    while child := os.fork():
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if -status not in (signal.SIGPROF, signal.SIGALRM, signal.SIGSEGV):  # the end of stdin, or killed from outside
-            return
-        print(0, 0, file=out, flush=True)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    for seconds, *pair in map(json.loads, sys.stdin):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        signal.setitimer(signal.ITIMER_REAL, 20 * seconds)
-        try:
-            verdict = _value(pair[0]) if pair[1] is None else _verdict(*pair)
-        except Exception:
-            verdict = math.nan if pair[1] is None else 0.0
-        left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(float(verdict), left, file=out, flush=True)
-
-
-def _parsed(*texts: str) -> list:
-    """The SymPy objects of expressions that `_latex` let through."""
-    from math_verify import parser
-    from sympy import Float, Integer, Symbol
-    from sympy.parsing import sympy_parser  # which would evaluate the digits it is given
-    sympy_parser.parse_expr = lambda x, **_: (Symbol if x.isidentifier() else Float if "." in x else Integer)(x)
-    config = parser.LatexExtractionConfig(normalization_config=parser.NormalizationConfig(False, boxed="none"))
-    return [parser.parse(f"${x}$", [config], "no_fallback", parsing_timeout=None)[0] for x in texts]
-
-
-def _value(expression: str) -> float:
-    """The real value of an expression without letters; NaN where it has none."""
-    x = _parsed(expression)[0].doit().evalf(20)
-    return float(x) if x.is_Float or x.is_Integer else math.nan
-
-
-def _verdict(answer: str, gold: str) -> bool:
-    """Whether both have one value at two points and math-verify finds them equal: it alone takes 2^-98 for 2^-99, and
-    any two equations that it cannot solve for the same, so equations are equal where they have one quotient."""
-    from math_verify import verify
-    from sympy import Eq, Expr, Rational
-    a, g = _parsed(answer, gold)
-    equations = isinstance(a, Eq) and isinstance(g, Eq)
-    if equations or isinstance(a, Expr) and isinstance(g, Expr):
-        sides = (a.lhs - a.rhs, g.lhs - g.rhs) if equations else (a, g)
-        letters = sorted(a.free_symbols | g.free_symbols, key=str)
-        points = [{s: Rational(start + 37 * n, 101) for n, s in enumerate(letters)} for start in (137, 211)]
-        (a1, g1), (a2, g2) = [[x.subs(point).doit().evalf(30) for x in sides] for point in points]
-        pairs = [(g1 / a1, g2 / a2)] if equations else [(a1, g1), (a2, g2)]
-        if not all(abs(x - y) <= REL_TOL * abs(y) for x, y in pairs):
-            return False
-    return equations or verify(g, a, float_rounding=9, timeout_seconds=None)
 
 
 def equivalent(answer: str | None, gold: str) -> bool:
@@ -530,7 +467,3 @@ def call_reward(fn: Callable, prompts: list, completions: list, completion_ids: 
     if wrong := [x for x in values if x is not None and type(x) not in (int, float)]:
         raise BadReward(f"reward function {name} returned {wrong[0]!r:.80}, it must return a number or None for each")
     return [None if x is None or not math.isfinite(x) else float(x) for x in values]
-
-
-if __name__ == "__main__" and sys.argv[1:2] == ["--answer-worker"]:
-    os._exit(_answer_worker(sys.argv[2:]) or 0)  # taking SymPy down takes a second
