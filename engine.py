@@ -33,19 +33,18 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int, top_p
     where greedy), and the probability that top-k, then top-p, removed from the draw.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)
-    logp = logits - logits.logsumexp(-1, keepdim=True)
-    p = logp.exp()
+    p, z = logits.softmax(-1), logits.logsumexp(-1)
     kept = p if temperature == 0 else keep_top(p, top_k, top_p)
-    filtered = torch.zeros_like(p[:, 0]) if kept is p else 1 - kept.sum(-1)
+    filtered = torch.zeros_like(z) if kept is p else 1 - kept.sum(-1)
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
     else:  # the cumulative sum in float64: in float32 the tail of a large vocabulary is lost
         cdf = kept.double().cumsum(-1)
-        token = torch.searchsorted(cdf, uniforms[:, None].to(cdf) * cdf[:, -1:], right=True)
-        last = kept.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1, keepdim=True)
-        token = torch.minimum(token, last)  # the product may round up to the total
-    entropy = -torch.special.xlogy(p, p).sum(-1)
-    return token[:, 0], logp.gather(-1, token)[:, 0], entropy, filtered
+        total = cdf[:, -1:]  # the product may round up to it: just below, the last token with a probability is drawn
+        target = torch.minimum(uniforms[:, None].to(cdf) * total, torch.nextafter(total, torch.zeros_like(total)))
+        token = torch.searchsorted(cdf, target, right=True).clamp(max=p.shape[-1] - 1)  # NaN: reported by the caller
+    entropy = z - (p * logits.masked_fill(p == 0, 0.0)).sum(-1)  # a logit of -inf adds nothing
+    return token[:, 0], logits.gather(-1, token)[:, 0] - z, entropy, filtered
 
 
 def keep_top(p: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -179,18 +178,18 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
         policy.task.on_forward([])
     logits = hf.get_output_embeddings()(hidden)
     index, ends = torch.arange(len(rows), device=policy.device), {}
-    every, spare = (16, 0.5) if policy.device.type == "cuda" else (1, 0.8)  # on a GPU looking is a wait, copying dear
+    every, spare = 16 if policy.device.type == "cuda" else 1, 0.5 if graphs else 1  # on a GPU looking is a wait
     for t in range(draws.tokens.shape[1]):
         token = draws.add(logits, index, t)
         if (t + 1) % every == 0 or t + 1 == draws.tokens.shape[1]:
             alive = draws.going[index].nonzero()[:, 0]
             if not len(alive):
                 break
-            if len(alive) <= spare * len(index):  # rows that ended leave; a copy of the cache, so not for each of them
+            if len(alive) < len(index) and len(alive) <= spare * len(index):  # rows that ended leave
                 if many:
                     ends |= keep_ended(plans, cache, index, alive)
-                cache = plans.gather([(cache, i) for i in alive.tolist()], capacity)
-                index, token = index[alive], token[alive]
+                order = cache.keep(alive.tolist())
+                index, token = index[order], token[order]
         logits = cache.step(hf, token, graphs)
     if many:
         ends |= {row: (cache, i) for i, row in enumerate(index.tolist())}

@@ -131,6 +131,17 @@ class Cache(Plan):
             logits = self.one_each(hf, fed)
         return graph, fed, logits
 
+    def keep(self, alive: list[int]) -> list[int]:
+        """Let all rows but these go; the last of them fill the gaps, so little is copied. Returns the new order."""
+        n, there = len(alive), set(alive)
+        gaps, last = [i for i in range(n) if i not in there], [i for i in alive if i >= n]
+        order = dict(zip(gaps, last, strict=True))
+        for x in (x for pair in self.layers.values() for x in pair):
+            x[gaps, :, : self.longest] = x[last, :, : self.longest]
+        self.layers = {layer: (k[:n], v[:n]) for layer, (k, v) in self.layers.items()}
+        self.length, self.graphs = self.length[[order.get(i, i) for i in range(n)]], {}
+        return [order.get(i, i) for i in range(n)]
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """q (H, N, d), k and v (K, N, d) of the new tokens -> (N, H, d)."""
         if layer not in self.layers:
