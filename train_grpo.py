@@ -572,11 +572,13 @@ def add_adapter(hf, args, base: str, start: str | None):
     """A fresh LoRA, or the one at `start` with a frozen second copy named `reference` as the KL anchor."""
     import peft
 
+    from tasks.lora import fuse_lora
+
     if start:
         model = or_user_error(start, lambda: peft.PeftModel.from_pretrained(hf, start, is_trainable=True))
         or_user_error(start, lambda: model.load_adapter(start, adapter_name="reference", is_trainable=False))
         model.set_adapter("default")
-        return in_one_order(model)
+        return fuse_lora(in_one_order(model))
     targets = args.lora_targets[0] if args.lora_targets == ("all-linear",) else list(args.lora_targets)
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, use_rslora=args.rslora, target_modules=targets,
                              lora_dropout=0.0, task_type="CAUSAL_LM")
@@ -585,7 +587,7 @@ def add_adapter(hf, args, base: str, start: str | None):
     except ValueError as error:
         raise UserError(f"--lora-targets {' '.join(args.lora_targets)} do not fit this model: {error}") from error
     model.peft_config["default"].base_model_name_or_path = base
-    return in_one_order(model)
+    return fuse_lora(in_one_order(model))
 
 
 def in_one_order(model):

@@ -3,6 +3,7 @@
 The independent computation is `plain`: one row at a time, no padding, no cache, the whole logits.
 """
 
+import copy
 import math
 import types
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 import transformers
 from conftest import WordTask, hand_rollout, make_args, make_policy, random_model, with_flags, word_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import engine
 import train_grpo
@@ -651,3 +654,18 @@ def test_a_deterministic_run_does_not_measure(monkeypatch):
 def test_a_flag_for_cuda_is_refused_without_it(flag):
     with pytest.raises(UserError, match="CUDA"):
         train_grpo.pick_device(make_args(flag))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12).filter(any), st.integers(1, 5))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+def test_rows_that_stay_in_a_cache_keep_what_it_held_of_them(stays, longest):
+    cache = attention.Cache(len(stays), 6, "cpu")
+    cache.layers = {layer: (torch.randn(len(stays), 2, 6, 3), torch.randn(len(stays), 2, 6, 3)) for layer in (0, 1)}
+    cache.length, cache.longest = torch.randint(1, longest + 1, (len(stays),)), longest
+    alive = [i for i, stay in enumerate(stays) if stay]
+    before, length = copy.deepcopy(cache.layers), cache.length.clone()
+    order = cache.keep(alive)
+    assert sorted(order) == alive and cache.length.tolist() == length[order].tolist()
+    for layer, pair in cache.layers.items():
+        for now, was in zip(pair, before[layer], strict=True):
+            assert torch.equal(now[:, :, :longest], was[order][:, :, :longest])
