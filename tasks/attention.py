@@ -171,9 +171,9 @@ def gather(sources: list[tuple[Cache, int]], capacity: int) -> Cache:
         seen = min(cache.longest, capacity)
         out.length[to] = cache.length[of]
         for layer, old in cache.layers.items():
-            new = out.layers.setdefault(layer, tuple(x.new_zeros(len(sources), x.shape[1], capacity, x.shape[3])
-                                                     for x in old))
-            for x, y in zip(new, old, strict=True):
+            if layer not in out.layers:
+                out.layers[layer] = tuple(x.new_zeros(len(sources), x.shape[1], capacity, x.shape[3]) for x in old)
+            for x, y in zip(out.layers[layer], old, strict=True):
                 x[to, :, :seen] = y[of, :, :seen]
     out.longest = min(int(out.length.max()), capacity)
     return out
