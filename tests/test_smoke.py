@@ -34,21 +34,36 @@ def test_a_short_smoke_run_learns_to_finish_the_work(command, tmp_path):
     assert all(float(row["grad_norm"]) > 0 for row in rows[:5])
 
 
-def test_a_reward_that_ignores_the_text_teaches_nothing(command, tmp_path, monkeypatch):
-    judge, luck = MathTask.score, random.Random(0)
+def ignore_the_text(task: type, monkeypatch) -> None:
+    """Rewards drawn at random take the place of the task's; what evaluation reads of a score stays as it is."""
+    judge, luck = task.score_all, random.Random(0)
 
-    def score(self, rollouts):
-        scores = judge(self, rollouts)
-        for each in scores:
+    def score_all(self, groups):
+        scored = judge(self, groups)
+        for each in (score for scores in scored for score in scores if score.reward is not None):
             each.reward = luck.random()
-            each.parts = {"correct": each.reward, "format": 0.0}
-        return scores
+            each.parts = dict.fromkeys(each.parts, 0.0) | {next(iter(each.parts)): each.reward}
+        return scored
 
-    monkeypatch.setattr(MathTask, "score", score)
+    monkeypatch.setattr(task, "score_all", score_all)
+
+
+def test_a_reward_that_ignores_the_text_teaches_nothing(command, tmp_path, monkeypatch):
+    ignore_the_text(MathTask, monkeypatch)
     assert command(*SHORT, "--steps", "16", "--out", tmp_path, "--name", "control").code == 0
     first, last = accuracies(tmp_path / "control")
     assert last - first <= 0.1
     assert all(float(row["grad_norm"]) > 0 for row in read_csv(tmp_path / "control"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset, metric", [("tools", "accuracy"), ("physics", "accuracy"), ("nla", "fve")])
+def test_a_reward_that_ignores_the_text_teaches_no_task_anything(command, tmp_path, monkeypatch, preset, metric):
+    ignore_the_text(load_task(preset), monkeypatch)
+    ended = command("--preset", preset, "smoke", "--eval-every", "0", "--out", tmp_path, "--name", "control")
+    assert ended.code == 0
+    first, *_, last = [line[metric] for line in read_jsonl(tmp_path / "control" / "eval.jsonl")]
+    assert last - first <= 0.05
 
 
 @pytest.mark.slow
