@@ -140,6 +140,7 @@ class Cache(Plan):
             x[gaps, :, : self.longest] = x[last, :, : self.longest]
         self.layers = {layer: (k[:n], v[:n]) for layer, (k, v) in self.layers.items()}
         self.length, self.graphs = self.length[[order.get(i, i) for i in range(n)]], {}
+        self.longest = min(int(self.length.max()), self.capacity)
         return [order.get(i, i) for i in range(n)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:

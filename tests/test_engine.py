@@ -666,6 +666,7 @@ def test_rows_that_stay_in_a_cache_keep_what_it_held_of_them(stays, longest):
     before, length = copy.deepcopy(cache.layers), cache.length.clone()
     order = cache.keep(alive)
     assert sorted(order) == alive and cache.length.tolist() == length[order].tolist()
+    assert cache.longest == max(cache.length)
     for layer, pair in cache.layers.items():
         for now, was in zip(pair, before[layer], strict=True):
-            assert torch.equal(now[:, :, :longest], was[order][:, :, :longest])
+            assert torch.equal(now[:, :, : cache.longest], was[order][:, :, : cache.longest])
