@@ -33,9 +33,10 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int, top_p
     where greedy), and the probability that top-k, then top-p, removed from the draw.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)
-    p, z = logits.softmax(-1), logits.logsumexp(-1)
+    p, z = logits.softmax(-1), logits.logsumexp(-1, keepdim=True)
+    logp = logits - z
     kept = p if temperature == 0 else keep_top(p, top_k, top_p)
-    filtered = torch.zeros_like(z) if kept is p else 1 - kept.sum(-1)
+    filtered = torch.zeros_like(z[:, 0]) if kept is p else 1 - kept.sum(-1)
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
     else:  # the cumulative sum in float64: in float32 the tail of a large vocabulary is lost
@@ -43,8 +44,8 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int, top_p
         total = cdf[:, -1:]  # the product may round up to it: just below, the last token with a probability is drawn
         target = torch.minimum(uniforms[:, None].to(cdf) * total, torch.nextafter(total, torch.zeros_like(total)))
         token = torch.searchsorted(cdf, target, right=True).clamp(max=p.shape[-1] - 1)  # NaN: reported by the caller
-    entropy = z - (p * logits.masked_fill(p == 0, 0.0)).sum(-1)  # a logit of -inf adds nothing
-    return token[:, 0], logits.gather(-1, token)[:, 0] - z, entropy, filtered
+    entropy = -(p * logp.masked_fill(p == 0, 0.0)).sum(-1)  # a logit of -inf adds nothing
+    return token[:, 0], logp.gather(-1, token)[:, 0], entropy, filtered
 
 
 def keep_top(p: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -148,6 +149,7 @@ def converse(policy, rows: list[Rollout], places: range, temperature: float, see
             (decode if policy.engine == "fast" else generate)(policy, batch, draws, held)
         masses.append(draws.write(batch, policy))
         active = [i for i in active if takes_turn(policy, rows[i], turn + 1 < policy.task.turns())]
+        held = {id(rows[i]): held[id(rows[i])] for i in active if id(rows[i]) in held}
         if not active:
             break
     return masses
@@ -192,6 +194,8 @@ def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) ->
                 index, token = index[order], token[order]
         logits = cache.step(hf, token, graphs)
     if many:
+        if len(index) < len(rows):  # what `keep` left is a view of the whole
+            cache = plans.gather([(cache, i) for i in range(len(index))], cache.longest)
         ends |= {row: (cache, i) for i, row in enumerate(index.tolist())}
         cache.graphs = {}
         length = draws.length.tolist()
@@ -371,7 +375,7 @@ def chunked_logps(head, x: Tensor, targets: Tensor, temperature: float, entropy:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         z = logits.logsumexp(-1)
         p = logits.softmax(-1) if entropy else logits
-        h = z - (p * logits.masked_fill(p == 0, 0.0)).sum(-1) if entropy else z  # a logit of -inf adds nothing
+        h = -(p * (logits - z[:, None]).masked_fill(p == 0, 0.0)).sum(-1) if entropy else z
         return logits.gather(-1, y[:, None])[:, 0] - z, h
 
     parts = [torch.utils.checkpoint.checkpoint(part, a, b, use_reentrant=False)

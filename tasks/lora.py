@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import types
+import functools
 
 import torch
 from peft.tuners.lora import Linear
+from torch import Tensor
 
 
 def fuse_lora(model):
@@ -15,19 +16,27 @@ def fuse_lora(model):
     tensors of the output's size, and two more in the backward pass. Parameters, merging and saving stay PEFT's.
     """
     for layer in model.modules():
-        if type(layer) is Linear and not layer.lora_variant and not any(layer.lora_bias.values()):
-            layer.forward = types.MethodType(_forward, layer)
+        if type(layer) is Linear:
+            layer.forward = functools.partial(_forward, layer)
     return model
 
 
-def _forward(self, x: torch.Tensor, *args, **keywords) -> torch.Tensor:
-    """(…, in) -> (…, out). Whatever is not the one adapter `default`, beside its base in one dtype, is PEFT's."""
-    active = self.active_adapters
-    if args or keywords or self.disable_adapters or self.merged or len(active) != 1 or active[0] not in self.lora_A:
+def _forward(self, x: Tensor, *args, **keywords) -> Tensor:
+    """(…, in) -> (…, out). Whatever is not one plain adapter beside its base in one dtype is PEFT's."""
+    name = self.active_adapters[0] if len(self.active_adapters) == 1 else ""
+    if args or keywords or self.disable_adapters or self.merged or not _plain(self, name, x):
         return type(self).forward(self, x, *args, **keywords)
-    a, b = self.lora_A[active[0]], self.lora_B[active[0]]
-    if not x.dtype == a.weight.dtype == self.get_base_layer().weight.dtype:
-        return type(self).forward(self, x)
     rows = x.flatten(0, -2)  # of a row of tokens the base's output is then no view, and the sum is taken in its place
-    low = a(rows) * self.scaling[active[0]]
-    return self.base_layer(rows).addmm_(low, b.weight.t()).unflatten(0, x.shape[:-1])
+    low = self.lora_A[name](rows) * self.scaling[name]
+    return self.base_layer(rows).addmm_(low, self.lora_B[name].weight.t()).unflatten(0, x.shape[:-1])
+
+
+def _plain(self, name: str, x: Tensor) -> bool:
+    """Whether the product can be added in place: no variant, bias, dropout or autocast, and nobody looks in between."""
+    if name not in self.lora_A or name in self.lora_variant or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
+        return False
+    a, b, base = self.lora_A[name], self.lora_B[name], self.get_base_layer()
+    return (x.dtype == a.weight.dtype == base.weight.dtype and b.bias is None
+            and getattr(self.lora_dropout[name], "p", 0) == 0
+            and not any(hooks for part in (base, b) for hooks in (
+                part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)))

@@ -670,3 +670,38 @@ def test_rows_that_stay_in_a_cache_keep_what_it_held_of_them(stays, longest):
     for layer, pair in cache.layers.items():
         for now, was in zip(pair, before[layer], strict=True):
             assert torch.equal(now[:, :, : cache.longest], was[order][:, :, : cache.longest])
+
+
+def test_the_entropy_of_large_logits_is_exact_and_never_negative():
+    torch.manual_seed(0)
+    logits = torch.randn(64, 2000) * 4 + 30
+    for temperature in (1.0, 0.05):
+        exact = (logits.double() / temperature).log_softmax(-1)
+        entropy = draw(logits, torch.rand(64, dtype=torch.float64), temperature, 0, 1.0)[2]
+        targets = torch.zeros(64, dtype=torch.long)
+        again = engine.chunked_logps(lambda x: x, logits, targets, temperature, True)[1]
+        for found in (entropy, again):
+            assert (found + (exact.exp() * exact).sum(-1)).abs().max() < 1e-4 and found.min() >= -1e-6
+
+
+def test_turns_hold_no_more_memory_than_their_rows_need(monkeypatch):
+    """What `held` keeps of a turn is no larger than its rows' keys and values up to the longest."""
+    kept = []
+    decode = engine.decode
+
+    def looking(policy, rows, draws, held):
+        decode(policy, rows, draws, held)
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+                    for cache, *_ in held.values() for pair in cache.layers.values() for x in pair}
+        caches = {id(cache): cache for cache, *_ in held.values()}.values()
+        needed = sum(x[:, :, : cache.longest].numel() * x.element_size()
+                     for cache in caches for pair in cache.layers.values() for x in pair)
+        kept.append((sum(storages.values()), needed, len(held), len(rows)))
+
+    monkeypatch.setattr(engine, "decode", looking)
+    policy, _ = replying("--max-turns", "3", times=2, stop=[5, 9, 14])
+    if policy.engine != "fast":
+        pytest.skip("keeps nothing")
+    sampled(policy, 24, prompts=CHAT_PROMPTS)
+    assert len(kept) > 1 and all(held == rows for _, _, held, rows in kept)
+    assert all(stored <= 1.3 * needed for stored, needed, *_ in kept), kept

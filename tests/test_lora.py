@@ -1,6 +1,7 @@
 """The LoRA layers with fewer passes give what PEFT's own give, or are PEFT's own."""
 
 import copy
+import pickle
 
 import peft
 import pytest
@@ -65,10 +66,10 @@ def test_a_switched_off_a_merged_and_another_adapter_are_followed():
         torch.testing.assert_close(fused(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}])
-def test_other_kinds_of_lora_stay_as_they_are(config):
-    model = fuse_lora(lora(**config))
-    assert not any("forward" in vars(module) for module in model.modules())
+@pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True, "target_modules": ["q_proj"]}])
+def test_other_kinds_of_lora_are_left_to_peft(config):
+    model = lora(**config)
+    assert torch.equal(fuse_lora(copy.deepcopy(model))(IDS).logits, model(IDS).logits)
 
 
 def test_an_adapter_of_another_precision_than_its_base_is_left_to_peft():
@@ -87,3 +88,29 @@ def test_a_copy_of_the_model_reads_its_own_weights():
             if "lora_B" in name:
                 parameter.zero_()
     assert torch.equal(fused(IDS).logits, before) and not torch.equal(twin(IDS).logits, before)
+
+
+def test_what_looks_at_the_base_layer_sees_what_peft_shows_it():
+    model = lora()
+    fused, seen = fuse_lora(copy.deepcopy(model)), {}
+    for name, one in (("peft", model), ("fused", fused)):
+        layer = one.get_base_model().model.layers[1].mlp.down_proj
+        layer.base_layer.register_forward_hook(lambda m, given, out, name=name: seen.setdefault(name, out.clone()))
+        one(IDS)
+    assert torch.allclose(seen["peft"], seen["fused"], atol=1e-5) and seen["fused"].dim() == 3
+
+
+def test_dropout_and_autocast_are_left_to_peft():
+    model = lora(lora_dropout=0.5).train()
+    fused = fuse_lora(copy.deepcopy(model))
+    torch.manual_seed(1)
+    before = model(IDS).logits
+    torch.manual_seed(1)
+    assert torch.equal(fused(IDS).logits, before)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused.eval()(IDS).logits.shape == before.shape
+
+
+def test_a_fused_model_can_be_pickled():
+    fused = fuse_lora(lora())
+    assert torch.equal(pickle.loads(pickle.dumps(fused))(IDS).logits, fused(IDS).logits)
