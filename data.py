@@ -417,7 +417,8 @@ def train_and_heldout(args, convert: Callable[[dict], Prompt | None]) -> tuple[l
         picked = set(order.permutation(len(train))[:count].tolist())
         held = [prompt for i, prompt in enumerate(train) if i in picked]
         train = [prompt for i, prompt in enumerate(train) if i not in picked]
-        notes.append(f"{count} held-out prompts were cut from {args.data}; --eval-data names a file of their own")
+        notes.append((f"{count} held-out prompts were cut from {args.data}" if count else "nothing is held out")
+                     + "; --eval-data names a file of their own")
     if args.limit:
         train = train[: args.limit]
     return train, held, notes

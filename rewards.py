@@ -422,7 +422,8 @@ def load_reward(spec: str) -> tuple[str, float, Callable]:
     if equals and not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", weight, re.I):
         raise ValueError(f"reward {spec!r} has the weight {weight!r}: write a finite number after the =")
     if not file.is_file() or file.suffix != ".py":
-        raise ValueError(f"reward {spec!r}: no file {file} that ends in .py, give a path from {Path.cwd()}")
+        what = "is no .py file" if file.is_file() else f"does not exist (looked from {Path.cwd()})"
+        raise ValueError(f"reward {spec!r}: {file} {what}")
     key = f"_reward_file_{hash((file.resolve(), file.stat().st_mtime_ns))}"  # two functions of a file share its state
     if key not in sys.modules:
         module_spec = importlib.util.spec_from_file_location(key, file)

@@ -15,9 +15,10 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from data import TASKS, UserError, nearest
+from data import TASKS, UserError, load_task, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
+OWN = "the task's own (those of another: --task NAME --help)"
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +27,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         flags = [option for action in self._actions for option in action.option_strings]
         wrong = re.search(r"unrecognized arguments: (-\S+)", message)
-        hint = nearest(wrong[1].split("=")[0], flags) if wrong else ""
+        hint, flag = "", wrong[1].split("=")[0] if wrong else ""
+        if wrong:
+            owners = [name for name in TASKS if flag in map(flag_of, field_types(load_task(name).Options))]
+            hint = f" (a flag of --task {' and '.join(owners)})" if owners else nearest(flag, flags)
         raise UserError(f"{message}{hint}")
 
 
@@ -85,7 +89,7 @@ def build_parser(cls: type, own: type, description: str = "", complete: bool = T
             keywords |= {"action": "extend", "nargs": "+", "metavar": "VALUE"}
         else:
             keywords |= {"type": kind, "metavar": kind.__name__.upper()}
-        default, title = field.default if field.default != "" else "none", group_of.get(field.name, "the task's own")
+        default, title = field.default if field.default != "" else "none", group_of.get(field.name, OWN)
         group = groups[title] = groups.get(title) or parser.add_argument_group(title)
         group.add_argument(flag, help=f"{notes.get(field.name, '')} [{default}]".replace("%", "%%"), **keywords)
     return parser

@@ -45,6 +45,11 @@ def resolved(*argv):
     return args, sources
 
 
+def test_a_flag_of_another_task_is_named_as_such():
+    assert "a flag of --task nla" in refused("--task", "math", "--judge-evals", "hallucination")
+    assert "a flag of" not in refused("--learningrate", "3")
+
+
 # ---- as a process
 def as_a_script(words: list[str], out: str, err: str) -> typing.NoReturn:
     """train_grpo.py as the whole rest of a forked child, as a shell runs it: its output goes to files."""

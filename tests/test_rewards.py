@@ -98,7 +98,7 @@ def test_load_reward(user_file):
     [
         ("my_rewards.py", "not of the form"),
         ("{}:", "not of the form"),
-        ("nowhere.py:f", "no file nowhere.py"),
+        ("nowhere.py:f", "nowhere.py does not exist"),
         ("{}:shirt", "has no function shirt, it has later, short"),
         ("{}:limit", "has no function limit"),
         ("{}:short=big", "finite number"),

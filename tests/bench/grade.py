@@ -3,6 +3,7 @@
     python tests/bench/grade.py [N] [WORKERS]
 """
 
+import argparse
 import subprocess
 import sys
 import time
@@ -23,7 +24,10 @@ def seconds(work) -> float:
 
 
 def main() -> None:
-    count, workers = (int(word) for word in (sys.argv[1:] + ["120", "2"][len(sys.argv) - 1 :])[:2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", nargs="?", type=int, default=120, help="programs [120]")
+    parser.add_argument("workers", nargs="?", type=int, default=2, help="at once [2]")
+    count, workers = vars(parser.parse_args()).values()
     box, some = Sandbox(workers=workers), problems()
     picked = [some[i % len(some)] for i in range(count)]
     honest = [(fenced(f"# {i}\n{p['canonical_solution']}"), p) for i, p in enumerate(picked)]

@@ -5,6 +5,7 @@
     python tests/bench/hack_arms.py runs/vanilla-1 runs/projected-1 …
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -29,9 +30,12 @@ def measure(policy, task) -> dict[str, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of finished runs")
+    folders = parser.parse_args().runs
     print("run", *SHOWN, sep=" | ")
     starts = set()
-    for folder in map(Path, sys.argv[1:]):
+    for folder in folders:
         args = resolve_args([], read_run_config(folder)["args"])[0]
         task = load_task(args.task)(args)
         policy = train_grpo.load_policy(args, task, lambda text: None)

@@ -14,6 +14,7 @@ resident size of a process that does one side alone. The allocator is set alike 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import resource
@@ -169,13 +170,18 @@ def alone(peer, a, side: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", default=str(ROOT.parent / "shared" / "bench" / "peer_trl.py"), help="the TRL side")
+    parser.add_argument("--peer", default=str(ROOT.parent / "shared" / "bench" / "peer_trl.py"),
+                        help="file of the workload and of TRL's side, no part of this repository [%(default)s]")
     parser.add_argument("--quick", action="store_true", help="the first row only, with memory")
     parser.add_argument("--steps", type=int, help="paired steps a row, after one that does not count [5; --quick: 3]")
     parser.add_argument("--alone", choices=["trl", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     own = parser.parse_args()
     own.steps = own.steps or (3 if own.quick else 5)
+    if not Path(own.peer).is_file():
+        parser.exit(2, f"error: there is no file {own.peer}, the workload and TRL's side; name it with --peer\n")
+    if importlib.util.find_spec("trl") is None:
+        parser.exit(2, "error: TRL is not installed: pip install --no-deps trl==1.16.0\n")
     if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     sys.path[:0] = [str(ROOT), str(Path(own.peer).parent)]
