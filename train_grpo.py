@@ -1227,8 +1227,8 @@ def main(argv: list[str] | None = None) -> int:
             metrics, records = run_evaluation(policy, task, args, 0)
             run.log_eval(0, metrics, records)
             evals.append({"step": 0, **metrics})
-            say("before training: held-out " + ", ".join(
-                f"{k} {metrics[k]:.3f}" for k in ("reward", "accuracy") if metrics[k] is not None))
+            known = [f"{k} {metrics[k]:.3f}" for k in ("reward", "accuracy") if metrics[k] is not None]
+            say(f"before training: held-out {', '.join(known)}" if known else "nothing is held out to evaluate on")
 
         for step in range(state["step"] + 1, args.steps + 1):
             clock, failure = Clock(), None
