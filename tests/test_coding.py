@@ -23,7 +23,7 @@ PROBLEM = {"id": "inc", "func_name": "f", "setup_code": "", "canonical_solution"
            "prompt": [{"role": "user", "content": "Write f and should pass all tests"}],
            "gt_answer": ["assert f(1) == 2", "assert f(5) == 6", "assert f(-1) == 0"]}
 RIGHT, WRONG = "def f(x):\n    return x + 1\n", "def f(x):\n    return 2\n"
-HUMANEVAL = Path("/work/shared/data/humaneval/HumanEval.jsonl")
+HUMANEVAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "humaneval" / "HumanEval.jsonl"
 
 
 def block(*parts: str) -> str:
