@@ -257,8 +257,7 @@ class Task:
 
     def demonstrations(self, prompts: list[Prompt]) -> list[list[dict]]:
         """For each prompt the messages that follow it in a worked example: the supervised warm start's data."""
-        raise UserError("--model tiny, the default, learns from a task's demonstrations, and "
-                        f"{type(self).__name__} has none; name a model with --model")
+        raise no_demonstrations(self)
 
     def worked_turn(self, rollout: Rollout) -> str | None:
         """The right next turn of a conversation, what --bc-coef imitates; None: there is none, or it is not known."""
@@ -266,8 +265,12 @@ class Task:
 
     def demonstration_prompts(self) -> list[Prompt]:
         """The prompts that the warm start draws from (never a held-out one)."""
-        raise UserError("--model tiny, the default, learns from a task's demonstrations, and "
-                        f"{type(self).__name__} has none; name a model with --model")
+        raise no_demonstrations(self)
+
+
+def no_demonstrations(task: Task) -> UserError:
+    return UserError(f"--model tiny, the default, learns from a task's demonstrations, and {type(task).__name__} has "
+                     "none; name a model with --model")
 
 
 def _attempt(fn: Callable, *args):

@@ -33,10 +33,10 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int, top_p
     where greedy), and the probability that top-k, then top-p, removed from the draw.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)
-    p, z = logits.softmax(-1), logits.logsumexp(-1, keepdim=True)
-    logp = logits - z
+    logp = logits - logits.logsumexp(-1, keepdim=True)
+    p = logp.exp()
     kept = p if temperature == 0 else keep_top(p, top_k, top_p)
-    filtered = torch.zeros_like(z[:, 0]) if kept is p else 1 - kept.sum(-1)
+    filtered = torch.zeros_like(p[:, 0]) if kept is p else 1 - kept.sum(-1)
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
     else:  # the cumulative sum in float64: in float32 the tail of a large vocabulary is lost
@@ -149,7 +149,7 @@ def converse(policy, rows: list[Rollout], places: range, temperature: float, see
             (decode if policy.engine == "fast" else generate)(policy, batch, draws, held)
         masses.append(draws.write(batch, policy))
         active = [i for i in active if takes_turn(policy, rows[i], turn + 1 < policy.task.turns())]
-        held = {id(rows[i]): held[id(rows[i])] for i in active if id(rows[i]) in held}
+        held = {id(rows[i]): held[id(rows[i])] for i in active if id(rows[i]) in held}  # the others' memory goes
         if not active:
             break
     return masses

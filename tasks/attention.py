@@ -134,14 +134,15 @@ class Cache(Plan):
     def keep(self, alive: list[int]) -> list[int]:
         """Let all rows but these go; the last of them fill the gaps, so little is copied. Returns the new order."""
         n, there = len(alive), set(alive)
-        gaps, last = [i for i in range(n) if i not in there], [i for i in alive if i >= n]
-        order = dict(zip(gaps, last, strict=True))
+        last = iter([i for i in alive if i >= n])
+        order = [i if i in there else next(last) for i in range(n)]
+        gaps = [i for i in range(n) if order[i] != i]
         for x in (x for pair in self.layers.values() for x in pair):
-            x[gaps, :, : self.longest] = x[last, :, : self.longest]
+            x[gaps, :, : self.longest] = x[[order[i] for i in gaps], :, : self.longest]
         self.layers = {layer: (k[:n], v[:n]) for layer, (k, v) in self.layers.items()}
-        self.length, self.graphs = self.length[[order.get(i, i) for i in range(n)]], {}
+        self.length, self.graphs = self.length[order], {}
         self.longest = min(int(self.length.max()), self.capacity)
-        return [order.get(i, i) for i in range(n)]
+        return order
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """q (H, N, d), k and v (K, N, d) of the new tokens -> (N, H, d)."""

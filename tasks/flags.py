@@ -26,9 +26,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         flags = [option for action in self._actions for option in action.option_strings]
-        wrong = re.search(r"unrecognized arguments: (-\S+)", message)
-        hint, flag = "", wrong[1].split("=")[0] if wrong else ""
-        if wrong:
+        hint = ""
+        if wrong := re.search(r"unrecognized arguments: (-[^\s=]+)", message):
+            flag = wrong[1]
             owners = [name for name in TASKS if flag in map(flag_of, field_types(load_task(name).Options))]
             hint = f" (a flag of --task {' and '.join(owners)})" if owners else nearest(flag, flags)
         raise UserError(f"{message}{hint}")

@@ -154,7 +154,7 @@ def test_a_response_that_the_compiler_chokes_on_costs_the_others_nothing(grader)
     hostile = [bomb + RIGHT, "x = " + "(" * 50_000, "x = " + "-" * 90_000 + "1", "s = '\ud800'", "s = '\0'",
                RIGHT + "\n```\n```\n".join("x" * 20_000)]
     sources = [*hostile, RIGHT, "# " + "x" * 9000 + "\n" + WRONG]
-    with quick(3):
+    with quick(clock=30):
         found = grader.grade_all([(block(source), PROBLEM) for source in sources])
     assert [v.label for v in found] == ["incorrect"] * 6 + ["correct", "incorrect"]
     assert not any(v.compiles for v in found[:6]) and found[7].compiles
