@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import gzip
 import hashlib
 import importlib
 import importlib.util
 import json
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +45,7 @@ class Prompt:
     inject: Any = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Rollout:
     """One sampled conversation. With L prompt tokens and T tokens after them:
 
@@ -101,7 +103,7 @@ class Score:
         return cls(None, {}, {"unscorable": reason})
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Group:
     """A prompt, its rollouts, and what the step finds out about them, row by row.
 
@@ -139,7 +141,7 @@ class Task:
         self.notes: list[str] = []  # one sentence each, for the console at the start (dropped records and the like)
         self.train: list[Prompt] = []
         self.held: list[Prompt] = []
-        self.folder: Path | None = None  # of the run, once there is one
+        self.run_folder: Path | None = None  # of the run, once there is one
         self.sampler: Sampler | None = None
 
     def deal(self, train: list[Prompt], held: list[Prompt], alpha: float = 0.0) -> None:
@@ -284,12 +286,12 @@ def _attempt(fn: Callable, *args):
 
 # ------------------------------------------------------------------------------------------------ task registry
 TASKS = {
-    "math": "tasks.math_reasoning:MathTask",
-    "nla": "tasks.nla:NlaTask",
-    "code": "tasks.coding:CodeTask",
+    "math": "tasks.math.task:MathTask",
+    "nla": "tasks.nla.task:NlaTask",
+    "code": "tasks.code.task:CodeTask",
     "custom": "tasks.custom:CustomTask",
-    "physics": "tasks.physics:PhysicsTask",
-    "tools": "tasks.tool_use:ToolTask",
+    "physics": "tasks.physics.task:PhysicsTask",
+    "tools": "tasks.tools.task:ToolTask",
 }
 
 
@@ -371,8 +373,6 @@ def read_records(source: str, bad: BadRecords, split: str = "train") -> Iterator
 
     A hub id may name its configuration, `openai/gsm8k:main`. A line that is not a JSON object is counted in `bad`.
     """
-    from tasks.records import from_file, from_hub
-
     path = Path(source)
     if path.is_dir():
         raise UserError(f"{source} is a folder; name a .jsonl, .json or .parquet file in it")
@@ -407,8 +407,6 @@ def train_and_heldout(args, convert: Callable[[dict], Prompt | None]) -> tuple[l
     local file by seed (at most a tenth of it). --eval-size of them are kept, drawn by seed 0 so that every run of a
     sweep is measured on the same ones.
     """
-    from tasks.records import is_local
-
     train, notes = load_prompts(args.data, convert, args.max_bad_records)
     order = rng_of(0, "heldout")
     if args.eval_data or not is_local(args.data):
@@ -483,3 +481,57 @@ class Sampler:
         self.draws, self.dealt = state["draws"], state["dealt"]
         for index, tries, wins in state["counts"]:
             self.tries[index], self.wins[index] = tries, wins
+
+
+def from_file(path: Path, bad: BadRecords) -> Iterator[tuple[dict, str]]:
+    """(record, where it stands) of a .jsonl(.gz), .json or .parquet file."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+            lines = (row for batch in batches for row in batch.to_pylist())
+        elif path.suffix == ".json":
+            lines = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(lines, list):
+                raise UserError(f"{path} must hold a JSON list of records")
+        else:
+            with path.open("rb") as magic:
+                opener = gzip.open if magic.read(2) == b"\x1f\x8b" else open
+            lines = opener(path, "rt", encoding="utf-8-sig", errors="replace")
+        for number, line in enumerate(lines, 1):
+            if isinstance(line, str) and not line.strip():
+                continue
+            bad.total += 1
+            try:
+                record = json.loads(line) if isinstance(line, str) else line
+                json.dumps(record, ensure_ascii=False, default=str).encode()  # half a surrogate pair is no text
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                yield record, f"line {number}"
+            else:
+                bad.add("not a JSON object", f"line {number}")
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def from_hub(source: str, bad: BadRecords, split: str) -> Iterator[tuple[dict, str]]:
+    """(record, where it stands) of a hub data set, `name` or `name:configuration`."""
+    from datasets import load_dataset
+
+    name, _, config = source.partition(":")
+    try:
+        rows = load_dataset(name, config or None, split=split)
+    except Exception as error:  # offline, unknown id, gated: datasets raises a different class for each
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UserError(f"{source} (split {split}) is no local file and the hub gave no such data set "
+                        f"({type(error).__name__}: {reason}); give a local file with --data / --eval-data") from error
+    for number, record in enumerate(rows, 1):
+        bad.total += 1
+        yield record, f"row {number}"
+
+
+def is_local(source: str) -> bool:
+    """Whether a data source is a file (or looks like one) rather than a hub id."""
+    return Path(source).is_file() or source.endswith((".jsonl", ".json", ".parquet", ".gz"))

@@ -23,11 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, load_task
+from data import Group, Prompt, Rollout, Score, Task, UserError, load_task
+from harness.checkpoints import best_checkpoint
+from harness.flags import Parser, list_presets, print_config, resolve_args
+from harness.folder import strict_json, write_atomic
+from harness.scoring import judge
+from harness.stop import run_command
+from models.policy import load_policy
 from rewards import equivalent
-from tasks.faults import blame, noticed
-from tasks.flags import Parser
-from tasks.run_folder import best_checkpoint, strict_json, write_atomic
 
 ALL = 10**9  # --eval-size where every prompt is wanted
 
@@ -71,31 +74,6 @@ def mean(values) -> float | None:
     """The mean of the numbers among `values`, None where there is none."""
     known = [float(value) for value in values if value is not None and math.isfinite(value)]
     return sum(known) / len(known) if known else None
-
-
-def judge(task: Task, rollouts: list[list[Rollout]]) -> list[Group]:
-    """Scored groups. A failure is its rollouts' result; the same failure in every one of them raises TrainingFailed."""
-    groups = []
-    with noticed(60):
-        judged = task.score_all(rollouts)
-    for rows, scores in zip(rollouts, judged, strict=True):
-        if isinstance(scores, Exception):
-            scores = [Score.unscorable(blame(scores)) for _ in rows]
-        if len(scores) != len(rows) or not all(isinstance(score, Score) for score in scores):
-            raise TrainingFailed(f"{type(task).__name__}.score must return one data.Score for each of {len(rows)} "
-                                 f"rollouts, it returned {str(scores):.100}")
-        unknown = {name for score in scores for name in score.parts} - set(task.parts)
-        if unknown:
-            raise TrainingFailed(f"{type(task).__name__}.score gave the reward part {min(unknown)!r}, which is none of "
-                                 f"its parts = {task.parts}; name it there")
-        scores = [score if score.reward is None or math.isfinite(score.reward)
-                  else Score.unscorable("the reward is not finite") for score in scores]
-        groups.append(Group(rows[0].prompt, rows, scores))
-    reasons = [score.flags.get("unscorable") or score.flags.get("error") for g in groups for score in g.scores]
-    kinds = {reason and reason.partition(":")[0] for reason in reasons}  # the texts may differ by completion
-    if len(kinds) == 1 and None not in kinds:
-        raise TrainingFailed(f"scoring failed in the same way for every completion: {reasons[0]}")
-    return groups
 
 
 def evaluate(task: Task, sample: Sample, prompts: list[Prompt], k: int = 0, temperature: float = 0.8
@@ -196,10 +174,8 @@ def find_run(model: str) -> tuple[str, dict]:
     return model, {}
 
 
-def resolve(own: argparse.Namespace, rest: list[str]):
-    """The resolved flags of train_grpo.py for this evaluation, as `train_grpo.resolve_args` gives them."""
-    import train_grpo
-
+def resolve(core: type, own: argparse.Namespace, rest: list[str]):
+    """The flags of train_grpo.py (the class `core`) for this evaluation, as `resolve_args` gives them."""
     flags, base = [*rest, "--beta", "0"], {}  # evaluation needs no reference
     if own.model is not None:
         model, base = find_run(own.model)
@@ -211,9 +187,9 @@ def resolve(own: argparse.Namespace, rest: list[str]):
     if own.task is not None:
         flags += ["--task", own.task]
         if base.get("task", own.task) != own.task:  # the run's other task has flags that this one lacks
-            shared = train_grpo.Args.__dataclass_fields__.keys() - {"reward"}
+            shared = core.__dataclass_fields__.keys() - {"reward"}
             base = {name: base[name] for name in base.keys() & shared}
-    args, sources, command = train_grpo.resolve_args(flags, base)
+    args, sources, command = resolve_args(core, flags, base)
     for switch in ("resume", "overwrite", "dry_run"):
         if getattr(command, switch):
             raise UserError(f"--{switch.replace('_', '-')} is for train_grpo.py, an evaluation has none")
@@ -243,13 +219,12 @@ def write_records(path: Path, records: list[dict]) -> None:
         raise UserError(f"--out {path} cannot be written: {error}") from error
 
 
-def main(argv: list[str] | None = None) -> int:
-    import train_grpo
-
+def main(core: type, argv: list[str] | None = None) -> int:
+    """The command; `core` is train_grpo's `Args`, whose flags may follow its own."""
     own, rest = read_flags(sys.argv[1:] if argv is None else argv)
-    args, sources, command = resolve(own, rest)
+    args, sources, command = resolve(core, own, rest)
     if command.print_config or command.list_presets:
-        return train_grpo.print_config(args, sources) if command.print_config else train_grpo.list_presets()
+        return print_config(args, sources) if command.print_config else list_presets()
     out = Path(own.out)
     if out.name == "eval.jsonl" and (out.parent / "metrics.csv").is_file():
         raise UserError(f"--out {out} is a run's own log; give another file")
@@ -258,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         print(note)
     if not task.heldout():
         raise UserError("there are no held-out prompts to evaluate; name a file of them with --data")
-    policy = train_grpo.load_policy(args, task)
+    policy = load_policy(args, task)
     prompts = [prompt for prompt in task.heldout() if policy.fits(prompt)]
     if not prompts:
         raise UserError("no held-out prompt leaves room for an answer; lower --max-new or raise --context")
@@ -274,6 +249,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import train_grpo
+    from train_grpo import Args
 
-    train_grpo.run_command(main)
+    run_command(lambda: main(Args))

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 
 TAIL, LONGEST, BRACKETS = 30_000, 512, 60  # characters read of a completion and of an answer, brackets of an answer
 DEADLINE = 0.7  # seconds of processor time for an answer that math-verify has
-WORKER = Path(__file__).with_name("tasks") / "answer_worker.py"  # run, never imported
+WORKER = Path(__file__).with_name("sandbox") / "answers.py"  # run, never imported
 REL_TOL = Fraction(1, 10**9)  # nobody writes ten digits by accident
 
 # Finding the answer in a completion. Every pattern is linear: no repeat inside a repeat without a separator between.

@@ -12,8 +12,8 @@ import types
 from collections.abc import Callable
 
 from data import Group, Prompt, Rollout, Score, Task, UserError, train_and_heldout
+from harness.scoring import blame
 from rewards import BadReward, call_reward, equivalent, final_answer, load_reward, weighted_sum
-from tasks.faults import blame
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # what TRL does not pass on as a column either
 

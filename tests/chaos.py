@@ -36,7 +36,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch
 from conftest import CHAT, ROOT, WORDS_TASK, random_model, word_tokenizer
 
-import engine
+import engine.logps
+import engine.rollout
+import harness.checkpoints
+import harness.stop
+import models.optimizer
 import plot_run
 import train_grpo
 
@@ -149,9 +153,9 @@ def watch(events: Events) -> None:
     before(train_grpo, "save_model", after=True)
     for name in "load_policy load_checkpoint run_evaluation set_advantages judge step_metrics rollout finish".split():
         before(train_grpo, name, after=True)
-    before(engine.Draws, "add")
+    before(engine.rollout.Draws, "add")
     before(train_grpo, "micro_loss", after=True)
-    before(train_grpo.Optimizer, "step", after=True)
+    before(models.optimizer.Optimizer, "step", after=True)
     real_open, real_text = Path.open, Path.write_text
 
     def watched_open(path, mode="r", *given, **named):
@@ -208,7 +212,7 @@ def child_main(flags: list[str], output: Path | None, prepare=lambda: None, afte
     def work() -> None:
         plot_run.plot_run = lambda folder: []
         prepare()
-        train_grpo.run_command(lambda: train_grpo.main([str(word) for word in flags]))
+        harness.stop.run_command(lambda: train_grpo.main([str(word) for word in flags]))
 
     end_in_child(work, (output, output) if output else (), after)
 
@@ -249,9 +253,9 @@ def left_by(run: Path) -> dict[str, object]:
         found[path.name] = [plain(json.loads(line)) for line in path.read_text().splitlines()]
     for path in (run / "completions").iterdir():
         found[path.name] = gzip.decompress(path.read_bytes())
-    newest = train_grpo.checkpoints(run)[0]
+    newest = harness.checkpoints.checkpoints(run)[0]
     for folder in (newest, run / "checkpoints" / "best"):
-        assert train_grpo.is_whole(folder), folder
+        assert harness.checkpoints.is_whole(folder), folder
         for path in (p for p in folder.iterdir() if p.name != "manifest.json"):
             key = f"{folder.name}/{path.name}"
             found[key] = plain(json.loads(path.read_text())) if path.name == "state.json" else path.read_bytes()

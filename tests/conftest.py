@@ -26,12 +26,15 @@ import hypothesis
 import torch
 import transformers
 
+import harness.flags
+import harness.stop
+import models.policy
 import plot_run
 import train_grpo
 from data import Group, Prompt, Rollout, Score, Task
-from tasks import attention
+from engine import attention
 
-train_grpo.args_class = functools.cache(train_grpo.args_class)
+harness.flags.args_class = functools.cache(harness.flags.args_class)
 hypothesis.settings.register_profile(  # a busy machine is no fault of what is tested
     "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("suite")
@@ -98,7 +101,7 @@ def random_model(kind: str = "llama", vocab: int = 32, dtype=torch.float32, seed
 
 def make_args(*flags: str):
     """Resolved flags for tests: no files, few tokens."""
-    return train_grpo.resolve_args(["--task", "math", "--adapter", "none", "--beta", "0", "--max-new", "8", *flags])[0]
+    return harness.flags.resolve_args(train_grpo.Args, ["--task", "math", "--adapter", "none", "--beta", "0", "--max-new", "8", *flags])[0]
 
 
 ENGINE = "generate"  # of the policies that make_policy makes; a test file may run its tests with each
@@ -110,7 +113,7 @@ def make_policy(*flags: str, kind: str = "llama", dtype=torch.float32, tokenizer
     model = random_model(kind, dtype=dtype, seed=seed)
     if ENGINE == "fast":
         assert attention.install_attention(model)
-    return train_grpo.Policy(args, task or WordTask(args), model, model, tokenizer or word_tokenizer(), model.device,
+    return models.policy.Policy(args, task or WordTask(args), model, model, tokenizer or word_tokenizer(), model.device,
                              engine=ENGINE)
 
 
@@ -205,7 +208,7 @@ def command(capsys):
         with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
             if plot_run.plot_run is PLOT_RUN:  # unless a test has put something else there
                 patch.setattr(plot_run, "plot_run", lambda folder: [])
-            train_grpo.run_command(lambda: main([str(word) for word in argv]))
+            harness.stop.run_command(lambda: main([str(word) for word in argv]))
         return Ended(ended.value.code, *capsys.readouterr())
 
     yield run
@@ -253,12 +256,13 @@ def bigram_policy(table, *flags: str, reference=None):
     args = make_args(*flags)
     model = Bigram(table)
     frozen = Bigram(reference).requires_grad_(False) if reference is not None else None
-    return train_grpo.Policy(args, WordTask(args), model, model, word_tokenizer(), torch.device("cpu"), frozen)
+    return models.policy.Policy(args, WordTask(args), model, model, word_tokenizer(), torch.device("cpu"), frozen)
 
 
-def new_state(args, **values) -> dict:
+def new_state(args, **values) -> train_grpo.State:
     """The part of the loop's state that an update reads and writes."""
-    return {"micro_tokens": args.micro_tokens or 8192, "bad_in_a_row": 0} | values
+    budget = args.micro_tokens or 8192
+    return train_grpo.State(**{"beta_control": train_grpo.BetaControl(args.beta), "task": {}, "micro_tokens": budget} | values)
 
 
 def grads_of(model) -> dict:

@@ -11,12 +11,13 @@ import torch
 import transformers
 from conftest import random_model
 
-from tasks import reconstructor
-from tasks.nla_data import documents, read_meta
-from tasks.nla_prepare import prepare
-from tasks.nla_warm import MARKER, TINY_RECIPE
-from tasks.reconstructor import Spec
-from tasks.tiny import tiny_tokenizer
+from models.tiny import tiny_tokenizer
+from tasks.nla import reconstructor
+from tasks.nla.activations import read_meta
+from tasks.nla.documents import documents
+from tasks.nla.prepare import prepare
+from tasks.nla.reconstructor import Spec
+from tasks.nla.warm import MARKER, TINY_RECIPE
 
 CPU = torch.device("cpu")
 

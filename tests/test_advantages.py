@@ -10,6 +10,8 @@ from conftest import Bigram, WordTask, hand_rollout, make_args, scored, word_tok
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import harness.console
+import models.policy
 import train_grpo
 from data import Prompt, Score, Task, UserError
 from rewards import length_penalty
@@ -248,7 +250,7 @@ def collected(script, *flags, prompts=3):
     args = make_args("--group", "2", "--prompts", str(prompts), *flags)
     task, policy = Scripted(args, script), FakePolicy()
     stop = types.SimpleNamespace(check=lambda: None, scoring=contextlib.nullcontext)
-    batch, sampled = train_grpo.collect(policy, task, args, 7, train_grpo.Clock(), stop)
+    batch, sampled = train_grpo.collect(policy, task, args, 7, harness.console.Clock(), stop)
     indices = ([g.prompt.meta["index"] for g in groups] for groups in (batch, sampled))
     return *indices, task.asked, policy.keys
 
@@ -315,5 +317,5 @@ def test_training_at_temperature_zero_is_refused(flags):
 def test_a_policy_without_position_ids_or_length_limit_is_recognised():
     args = make_args("--context", "40")
     model = Bigram([[0.0, 0.0], [0.0, 0.0]])
-    policy = train_grpo.Policy(args, WordTask(args), model, model, word_tokenizer(), "cpu")
+    policy = models.policy.Policy(args, WordTask(args), model, model, word_tokenizer(), "cpu")
     assert not policy.takes_positions and policy.context == 40

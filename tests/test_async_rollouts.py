@@ -16,10 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run_folder import without_times
 
-import engine
+import engine.logps
+import engine.rollout
+import harness.checkpoints
+import harness.flags
+import harness.stop
 import train_grpo
 from data import Prompt, Task, TrainingFailed, UserError
-from tasks.async_rollouts import COLUMNS, Ahead, at_random, room, twin
+from engine.asynchronous import COLUMNS, Ahead, at_random, room, twin
 
 CSV_TIMES = {name for name in COLUMNS if name.startswith("seconds_")}
 
@@ -76,7 +80,7 @@ def test_the_second_adapter_shares_the_base_and_nothing_else():
 def test_a_merge_in_one_tree_leaves_the_others_base_as_it_was():
     policy = lora_policy()
     policy.engine, model = "fast", twin(policy.model)
-    with torch.no_grad(), engine.merged_lora(dataclasses.replace(policy, model=model, hf=model.get_base_model())):
+    with torch.no_grad(), engine.rollout.merged_lora(dataclasses.replace(policy, model=model, hf=model.get_base_model())):
         merged = [layer.get_base_layer().weight.clone() for layer in lora_layers(model)]
         plain = [layer.get_base_layer().weight.clone() for layer in lora_layers(policy.model)]
     assert not any(torch.equal(a, b) for a, b in zip(merged, plain, strict=True))
@@ -291,9 +295,9 @@ def test_a_stop_is_seen_while_the_trainer_waits():
     def check():
         asked.append(1)
         if len(asked) == 3:
-            raise train_grpo.Stopped
+            raise harness.stop.Stopped
 
-    with pytest.raises(train_grpo.Stopped):
+    with pytest.raises(harness.stop.Stopped):
         take(ahead, 1, check=check)
 
 
@@ -341,7 +345,7 @@ def test_a_task_that_does_not_fit_a_flag_is_refused_before_the_model_is_loaded(w
 ])
 def test_flags_that_cannot_work_together_are_refused(flags, word):
     with pytest.raises(UserError, match=word):
-        train_grpo.resolve_args(flags.split())
+        harness.flags.resolve_args(train_grpo.Args, flags.split())
 
 
 # ---- whole runs
@@ -368,8 +372,8 @@ def test_a_worker_with_no_gap_trains_as_no_worker_does(run, adapter, tmp_path, m
     first, second = (without_books(read_jsonl(folder / "metrics.jsonl")) for folder in folders)
     assert len(first) == 3 and first == second
     assert read_csv(folders[1])[-1]["async_accepted"] == "6" and "async_accepted" not in read_csv(folders[0])[-1]
-    for path in (train_grpo.checkpoints(folders[0])[0]).glob("*.safetensors"):
-        assert path.read_bytes() == (train_grpo.checkpoints(folders[1])[0] / path.name).read_bytes()
+    for path in (harness.checkpoints.checkpoints(folders[0])[0]).glob("*.safetensors"):
+        assert path.read_bytes() == (harness.checkpoints.checkpoints(folders[1])[0] / path.name).read_bytes()
 
 
 def test_a_run_with_workers_ahead_resumes_and_its_books_add_up(run, command):

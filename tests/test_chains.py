@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import UserError
-from tasks.chains import (
+from models.tiny import tiny_tokenizer
+from tasks.math.chains import (
     Calibration,
     Extractor,
     Link,
@@ -22,7 +23,6 @@ from tasks.chains import (
     link_scores,
     parse_links,
 )
-from tasks.tiny import tiny_tokenizer
 
 
 @pytest.mark.parametrize("text, expected", [

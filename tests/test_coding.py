@@ -14,8 +14,9 @@ import torch
 from conftest import quick
 
 from data import Group, Prompt, Rollout, Score, UserError, load_task
-from tasks import coding, formulas, hack_table
-from tasks.grading import Grader, Rules, code_blocks, grade, inspect
+from tasks.code import formulas, hack_table
+from tasks.code import task as coding
+from tasks.code.grading import Grader, Rules, code_blocks, grade, inspect
 from tests.conftest import read_csv
 from tests.test_task_contract import core_args
 

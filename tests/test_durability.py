@@ -20,11 +20,14 @@ import torch
 from conftest import ROOT, make_args, read_csv, read_jsonl
 from test_run_folder import after_step, flip, in_a_fork, own_task, same_log, within_step
 
+import engine.logps
+import harness.checkpoints
+import models.policy
 import plot_run
 import train_grpo
 from data import UserError
-from tasks import run_folder
-from tasks.faults import blame
+from harness import folder as run_folder
+from harness.scoring import blame
 
 PYTHON = [sys.executable, str(ROOT / "train_grpo.py")]
 
@@ -87,7 +90,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_no_half_file_and_what_was_saved
 
         def prepare(events=events):
             chaos.watch(events)
-            train_grpo.SAVE_PAUSES = (0, 0)
+            harness.checkpoints.SAVE_PAUSES = (0, 0)
 
         code = forked_main([*flags, "--out", folder, "--name", "a"], tmp_path / f"out{at}", prepare)
         said = (tmp_path / f"out{at}").read_text()
@@ -96,7 +99,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_no_half_file_and_what_was_saved
         run = folder / "a"
         assert not [p for p in folder.rglob("*") if p.name.startswith(".") and p.name != f".{run.name}"], at
         if run.exists():
-            assert all(train_grpo.is_whole(path) for path in train_grpo.checkpoints(run)), at
+            assert all(harness.checkpoints.is_whole(path) for path in harness.checkpoints.checkpoints(run)), at
             for name in ("metrics.jsonl", "eval.jsonl"):
                 assert not (run / name).exists() or read_jsonl(run / name) is not None
     assert codes == {2, 3}
@@ -142,7 +145,7 @@ def test_a_checkpoint_that_could_not_be_saved_is_due_again_and_the_last_one_deci
 def test_a_file_size_limit_is_a_full_disk(whole, tmp_path):
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))
-        train_grpo.SAVE_PAUSES = ()
+        harness.checkpoints.SAVE_PAUSES = ()
 
     assert forked_main([*whole[1], "--out", tmp_path, "--name", "a"], tmp_path / "out", work) == 3
     assert "could not be saved" in (tmp_path / "out").read_text()
@@ -299,7 +302,7 @@ def test_a_checkpoint_with_weights_of_another_shape_is_one_sentence(command, cop
         (folder / "state.json").write_bytes(state)
         shutil.move(copy / "optimizer.pt", folder / "optimizer.pt")
 
-    train_grpo.write_folder(target, fill)
+    harness.checkpoints.write_folder(target, fill)
     assert transformers.AutoConfig.from_pretrained(target).model_type == "gpt2"
     one_sentence(command("--resume", copy), "step_4 does not fit")
 
@@ -308,7 +311,7 @@ def test_a_damaged_checkpoint_is_put_aside_so_that_no_later_save_counts_it(comma
     flip(copy / "checkpoints" / "step_4" / "optimizer.pt")
     assert command("--resume", copy, "--keep-last", "1").code == 0
     left = {path.name for path in (copy / "checkpoints").iterdir()}
-    assert left == {"step_4", "damaged_step_4", "best"} and train_grpo.is_whole(copy / "checkpoints" / "step_4")
+    assert left == {"step_4", "damaged_step_4", "best"} and harness.checkpoints.is_whole(copy / "checkpoints" / "step_4")
 
 
 # ---- the best checkpoint, checkpoints elsewhere
@@ -354,7 +357,7 @@ def test_a_scorer_that_hangs_is_saved_by_one_signal_and_ended_by_the_next(words,
             "                os.kill(os.getpid(), signal.SIGINT)\n    return super().score(rollouts)")
     flags = own_task(words, tmp_path, body.replace("'enough'", repr(str(tmp_path / "own" / "checkpoints" / "step_3"))))
     assert forked_main([*flags, "--steps", "9", "--no-eval"], tmp_path / "said", work) == 130
-    assert train_grpo.is_whole(tmp_path / "own" / "checkpoints" / "step_3")  # save_every is 50
+    assert harness.checkpoints.is_whole(tmp_path / "own" / "checkpoints" / "step_3")  # save_every is 50
     assert f"own.py:{len(words.file.read_text().splitlines()) + 7}" in (tmp_path / "said").read_text()
 
 
@@ -387,14 +390,14 @@ def test_an_evaluation_that_fails_after_an_update_keeps_that_step(words, command
     ended = command(*flags, "--steps", "6", "--eval-every", "3")
     assert ended.code == 3 and "the judge is down" in ended.out
     assert [row["step"] for row in read_csv(tmp_path / "own")] == ["1", "2", "3"]
-    assert train_grpo.is_whole(tmp_path / "own" / "checkpoints" / "step_3")
+    assert harness.checkpoints.is_whole(tmp_path / "own" / "checkpoints" / "step_3")
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize("where", ["loss", "logp"])
 def test_what_is_not_finite_in_one_step_leaves_the_weights_and_the_run_goes_on(words, command, tmp_path, monkeypatch,
                                                                              value, where):
-    real, calls = train_grpo.token_logps, itertools.count(1)
+    real, calls = engine.logps.token_logps, itertools.count(1)
 
     def tainted(*given, **named):
         logps, entropy = real(*given, **named)
@@ -415,7 +418,7 @@ def test_what_is_not_finite_in_one_step_leaves_the_weights_and_the_run_goes_on(w
 def test_every_completion_empty_or_truncated_is_no_crash(words, command, tmp_path, monkeypatch):
     ended = command(*words.flags, "--max-new", "1", "--overlong", "drop", "--out", tmp_path, "--name", "cut")
     assert ended.code == 0
-    monkeypatch.setattr(train_grpo.Policy, "sample", empty(train_grpo.Policy.sample))
+    monkeypatch.setattr(models.policy.Policy, "sample", empty(models.policy.Policy.sample))
     assert command(*words.flags, "--out", tmp_path, "--name", "empty").code == 0
     assert [row["length_mean"] for row in read_csv(tmp_path / "empty")] == ["0", "0"]
 

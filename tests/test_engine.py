@@ -13,14 +13,18 @@ import pytest
 import torch
 import transformers
 from conftest import WordTask, hand_rollout, make_args, make_policy, random_model, with_flags, word_tokenizer
+from engine.rollout.rollout import draw, keep_top
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import engine
-import train_grpo
+import engine.logps
+import engine.rollout
+import models.loading
+import models.policy
 from data import Prompt, Task, TrainingFailed, UserError
-from engine import Row, draw, keep_top, micro_batches, token_logps
-from tasks import attention, engine_choice
+from engine import attention
+from engine import choice as engine_choice
+from engine.logps import TrainRow, micro_batches, token_logps
 
 PROMPTS = [Prompt("w5"), Prompt("w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14"), Prompt("w9 w9 w4")]
 CHAT = ("{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
@@ -99,7 +103,7 @@ def test_recorded_logp_is_that_of_the_distribution_at_the_temperature(temperatur
     policy = make_policy()
     rows = sampled(policy, temperature=temperature)
     check_recorded(policy, rows, temperature)
-    forward = [Row(row, 1.0) for row in rows]
+    forward = [TrainRow(row, 1.0) for row in rows]
     logp, entropy = token_logps(policy, policy.hf, forward, temperature, entropy=True)
     for i, row in enumerate(rows):
         np.testing.assert_allclose(logp[i, : len(row.mask)].detach(), row.logp, atol=1e-4)
@@ -109,7 +113,7 @@ def test_recorded_logp_is_that_of_the_distribution_at_the_temperature(temperatur
 def test_with_several_stop_ids_a_row_ends_at_any_of_them():
     model = random_model()
     model.generation_config.eos_token_id = EVEN
-    policy = train_grpo.Policy(make_args(), WordTask(make_args()), model, model, word_tokenizer(), model.device)
+    policy = models.policy.Policy(make_args(), WordTask(make_args()), model, model, word_tokenizer(), model.device)
     assert policy.stop_ids == sorted({1, *EVEN})
     rows = sampled(policy, 20)
     check_ends(policy, rows)
@@ -312,7 +316,7 @@ def test_the_filtered_mass_of_a_rollout_is_reported():
 def test_a_short_row_has_its_unpadded_logp_next_to_long_ones(kind):
     policy = make_policy(kind=kind)
     rows = [hand_rollout([5], [6, 7]), hand_rollout(list(range(3, 15)), [4]), hand_rollout([9, 9], [3, 0, 0, 0, 5, 1])]
-    logp, entropy = token_logps(policy, policy.hf, [Row(r, 0.0) for r in rows], 0.8, entropy=True)
+    logp, entropy = token_logps(policy, policy.hf, [TrainRow(r, 0.0) for r in rows], 0.8, entropy=True)
     for i, row in enumerate(rows):
         expected, spread = plain(policy.hf, row, 0.8)
         np.testing.assert_allclose(logp[i, : len(row.mask)].detach(), expected, atol=1e-4)
@@ -324,7 +328,7 @@ def test_logits_are_made_for_completion_positions_only():
     policy = make_policy()
     shapes = []
     policy.hf.lm_head.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
-    token_logps(policy, policy.hf, [Row(hand_rollout(list(range(3, 23)), [4, 5, 1]), 0.0)], 1.0)
+    token_logps(policy, policy.hf, [TrainRow(hand_rollout(list(range(3, 23)), [4, 5, 1]), 0.0)], 1.0)
     assert shapes == [(1, 4, 32)]
 
 
@@ -334,7 +338,7 @@ def test_chunks_change_neither_values_nor_gradients():
     found = []
     for chunk in (1, 4, 1000):
         x = logits.clone().requires_grad_(True)
-        logp, entropy = engine.chunked_logps(lambda y: y, x.flatten(0, 1), targets.flatten(), 0.7, True, chunk)
+        logp, entropy = engine.logps.chunked_logps(lambda y: y, x.flatten(0, 1), targets.flatten(), 0.7, True, chunk)
         (logp.sum() + 2 * entropy.sum()).backward()
         found.append((logp.detach(), entropy.detach(), x.grad))
     for parts in zip(*found, strict=True):
@@ -343,7 +347,7 @@ def test_chunks_change_neither_values_nor_gradients():
 
 def test_an_impossible_token_elsewhere_in_the_vocabulary_leaves_entropy_and_gradient_finite():
     logits = torch.tensor([[[0.0, 1.0, -math.inf]]], requires_grad=True)
-    logp, entropy = engine.chunked_logps(lambda x: x, logits[0], torch.tensor([1]), 1.0, True)
+    logp, entropy = engine.logps.chunked_logps(lambda x: x, logits[0], torch.tensor([1]), 1.0, True)
     (logp.sum() + entropy.sum()).backward()
     assert entropy.isfinite().all() and logits.grad.isfinite().all()
 
@@ -351,7 +355,7 @@ def test_an_impossible_token_elsewhere_in_the_vocabulary_leaves_entropy_and_grad
 @pytest.mark.parametrize("budget", [1, 10, 25, 60, 10_000])
 def test_micro_batches_hold_every_row_once_within_the_budget(budget):
     rng = np.random.default_rng(0)
-    rows = [Row(hand_rollout([3] * rng.integers(1, 12), [4] * rng.integers(1, 9)), 0.0) for _ in range(13)]
+    rows = [TrainRow(hand_rollout([3] * rng.integers(1, 12), [4] * rng.integers(1, 9)), 0.0) for _ in range(13)]
     batches = micro_batches(rows, budget, False)
     assert sorted(map(id, (row for batch in batches for row in batch))) == sorted(map(id, rows))
     for batch in batches:
@@ -590,7 +594,7 @@ LENGTHS = [([5, 6, 7], n) for n in (1, 2, 9, 3)] + [([8], n) for n in (30, 1, 12
 @pytest.mark.parametrize("window", [None, 4])
 def test_flex_attention_sees_what_the_gathered_blocks_see(window):
     torch.manual_seed(0)
-    rows = [Row(hand_rollout(prompt, [4 + i % 20 for i in range(n)], prompt=Prompt(str(prompt))), 0.0)
+    rows = [TrainRow(hand_rollout(prompt, [4 + i % 20 for i in range(n)], prompt=Prompt(str(prompt))), 0.0)
             for prompt, n in LENGTHS]
     shared = {tuple(row.rollout.ids[: row.rollout.prompt_length]): row.rollout.prompt for row in rows}
     for row in rows:
@@ -604,7 +608,7 @@ def test_flex_attention_sees_what_the_gathered_blocks_see(window):
 
 
 def test_a_block_holds_segments_of_similar_length_and_every_token_once():
-    rows = [Row(hand_rollout(prompt, [4] * n), 0.0) for prompt, n in LENGTHS]
+    rows = [TrainRow(hand_rollout(prompt, [4] * n), 0.0) for prompt, n in LENGTHS]
     plan = attention.Packed([row.rollout for row in rows], torch.device("cpu"), False)
     assert sorted(plan.place.tolist()) == sorted(set(plan.place.tolist())) and len(plan.place) == len(plan.ids)
     padded = sum(q.numel() for q, _, _ in plan.blocks)
@@ -622,7 +626,7 @@ def measured(policy, monkeypatch, seconds):
         clock[0] += seconds(len(sizes) - 1)
         return (sum(p.sum() for p in policy.model.parameters()),)
 
-    monkeypatch.setattr(engine, "token_logps", logps)
+    monkeypatch.setattr(engine.logps, "token_logps", logps)
     monkeypatch.setattr(engine_choice.time, "perf_counter", lambda: clock[0])
     said = []
     return engine_choice.measure_budget(policy, engine, said.append), said
@@ -653,7 +657,7 @@ def test_a_deterministic_run_does_not_measure(monkeypatch):
 @pytest.mark.parametrize("flag", ["--cuda-graphs"])
 def test_a_flag_for_cuda_is_refused_without_it(flag):
     with pytest.raises(UserError, match="CUDA"):
-        train_grpo.pick_device(make_args(flag))
+        models.loading.pick_device(make_args(flag))
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12).filter(any), st.integers(1, 5))
@@ -679,7 +683,7 @@ def test_the_entropy_of_large_logits_is_exact_and_never_negative():
         exact = (logits.double() / temperature).log_softmax(-1)
         entropy = draw(logits, torch.rand(64, dtype=torch.float64), temperature, 0, 1.0)[2]
         targets = torch.zeros(64, dtype=torch.long)
-        again = engine.chunked_logps(lambda x: x, logits, targets, temperature, True)[1]
+        again = engine.logps.chunked_logps(lambda x: x, logits, targets, temperature, True)[1]
         for found in (entropy, again):
             assert (found + (exact.exp() * exact).sum(-1)).abs().max() < 1e-4 and found.min() >= -1e-6
 
@@ -687,7 +691,7 @@ def test_the_entropy_of_large_logits_is_exact_and_never_negative():
 def test_turns_hold_no_more_memory_than_their_rows_need(monkeypatch):
     """What `held` keeps of a turn is no larger than its rows' keys and values up to the longest."""
     kept = []
-    decode = engine.decode
+    decode = engine.rollout.decode
 
     def looking(policy, rows, draws, held):
         decode(policy, rows, draws, held)
@@ -698,7 +702,7 @@ def test_turns_hold_no_more_memory_than_their_rows_need(monkeypatch):
                      for cache in caches for pair in cache.layers.values() for x in pair)
         kept.append((sum(storages.values()), needed, len(held), len(rows)))
 
-    monkeypatch.setattr(engine, "decode", looking)
+    monkeypatch.setattr(engine.rollout, "decode", looking)
     policy, _ = replying("--max-turns", "3", times=2, stop=[5, 9, 14])
     if policy.engine != "fast":
         pytest.skip("keeps nothing")

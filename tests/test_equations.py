@@ -10,11 +10,11 @@ from conftest import quick
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.equation_text import ParseError, read_answer
-from tasks.equations import parse_expression
-from tasks.physics import parse_equation, score_answer
-from tasks.simulation import SimulationFailed, compiled, r_squared, simulate
-from tasks.systems import SYSTEMS, make_instance
+from tasks.physics.equation_text import ParseError, read_answer
+from tasks.physics.equations import parse_expression
+from tasks.physics.judging import parse_equation, score_answer
+from tasks.physics.simulation import SimulationFailed, compiled, r_squared, simulate
+from tasks.physics.systems import SYSTEMS, make_instance
 
 X, V, T = sympy.symbols("x v t")
 K, M, B = sympy.symbols("k m b")
@@ -262,7 +262,7 @@ class First:
     ({"x": 1.0, "y": 1.0, "z": 1.0}, 10.0, "dx/dt = sin(1e9*t); dy/dt = cos(1e9*x); dz/dt = tan(1e6*t)"),
     ({"x": 1.0, "y": 1.0, "z": 1.0}, 10.0, "dx/dt = sign(sin(1e7*x)); dy/dt = -1e12*y*sign(x - y); dz/dt = x")])
 def test_f07_a_stiff_system_ends_within_the_limits(initial, seconds, text):
-    from tasks.equations import parse
+    from tasks.physics.equations import parse
 
     equation = parse(text, [First(name) for name in "xyz"], [])
     with quick():

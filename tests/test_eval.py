@@ -11,7 +11,7 @@ from test_task_contract import core_args, rollout
 
 import eval as evaluation
 from data import Prompt, Score, Task, TrainingFailed, UserError
-from tasks.math_reasoning import MathTask
+from tasks.math.task import MathTask
 
 
 # ---- estimators

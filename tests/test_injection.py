@@ -13,9 +13,9 @@ import torch
 from conftest import WordTask, hand_rollout, make_policy, random_model
 
 from data import Prompt, TrainingFailed, UserError
-from engine import Row, token_logps
-from tasks import attention
-from tasks.injection import EPSILON, Injection, added, decoder_layers
+from engine import attention
+from engine.logps import TrainRow, token_logps
+from tasks.nla.injection import EPSILON, Injection, added, decoder_layers
 
 LEFT, MARKER, RIGHT = 21, 20, 22
 KINDS = ["llama", "qwen2", "gpt2"]
@@ -86,13 +86,13 @@ def watch(hf) -> list[torch.Tensor]:
     return seen
 
 
-def rows_of(some) -> list[Row]:
+def rows_of(some) -> list[TrainRow]:
     """Two completions a prompt, of other lengths; one says the marker between its neighbours."""
     said = [[7, 8, 9], [LEFT, MARKER, RIGHT, 5, 6], [4], [3, 3], [9, 8, 7, 6, 5], [11, 12]]
     rows = []
     for i, prompt in enumerate(some):
         ids = [int(word[1:]) for word in prompt.messages.split()]
-        rows += [Row(hand_rollout(ids, tail, prompt=prompt), 0.0) for tail in said[2 * i : 2 * i + 2]]
+        rows += [TrainRow(hand_rollout(ids, tail, prompt=prompt), 0.0) for tail in said[2 * i : 2 * i + 2]]
     return rows
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import random_model
 
-from tasks.lora import fuse_lora
+from models.lora import fuse_lora
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4]])
 

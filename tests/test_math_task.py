@@ -11,10 +11,11 @@ from test_task_contract import core_args, rollout
 
 from data import Group, UserError
 from rewards import equivalent, final_answer
-from tasks import math_reasoning
-from tasks import word_problems as words
-from tasks.math_reasoning import MathTask, question_and_gold
-from tasks.word_problems import demonstration, split_expressions, word_problems
+from tasks.math import task as math_reasoning
+from tasks.math import word_problems as words
+from tasks.math.records import question_and_gold
+from tasks.math.task import MathTask
+from tasks.math.word_problems import demonstration, split_expressions, word_problems
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

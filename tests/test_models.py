@@ -8,10 +8,13 @@ import torch
 import transformers
 from conftest import WordTask, hand_rollout, make_args, new_state, random_model, scored, word_tokenizer
 
+import harness.checkpoints
+import models.optimizer
+import models.policy
 import train_grpo
 from data import UserError
-from engine import Row, token_logps
-from tasks import loading
+from engine.logps import TrainRow, token_logps
+from models import loading
 
 IDS = [([5], [3, 4, 1]), ([5], [6] * 5), ([3, 4, 5, 6], [9, 1]), ([3, 4, 5, 6], [3, 3, 9, 4])]
 
@@ -47,7 +50,7 @@ def sft(base):
 
 def load(model, *flags, adapter="lora", beta="0.1"):
     args = make_args("--model", str(model), "--adapter", adapter, "--beta", beta, "--lora-r", "4", *flags)
-    return train_grpo.load_policy(args, WordTask(args), lambda text: None)
+    return models.policy.load_policy(args, WordTask(args), lambda text: None)
 
 
 def rows_of():
@@ -58,13 +61,13 @@ def run_update(policy, step=1, optimizer=None):
     rows = rows_of()
     groups = [scored(rows[:2], [0.0, 1.0]), scored(rows[2:], [2.0, -1.0])]
     train_grpo.set_advantages(groups, policy.args, None)
-    optimizer = optimizer or train_grpo.Optimizer(policy.model, policy.args)
+    optimizer = optimizer or models.optimizer.Optimizer(policy.model, policy.args)
     return train_grpo.update(policy, optimizer, groups, policy.args, step, new_state(policy.args), print)
 
 
 @torch.no_grad()
 def logps(policy, hf=None):
-    return token_logps(policy, hf or policy.hf, [Row(row, 0.0) for row in rows_of()], 1.0)[0]
+    return token_logps(policy, hf or policy.hf, [TrainRow(row, 0.0) for row in rows_of()], 1.0)[0]
 
 
 @torch.no_grad()
@@ -117,7 +120,7 @@ def test_every_start_has_ratio_one_and_kl_zero_bit_for_bit(base, sft, start, dty
 def test_the_anchor_never_moves_and_the_policy_does(base, sft, start):
     from_adapter, adapter = STARTS[start]
     policy = load(sft if from_adapter else base, "--lr", "0.002", "--warmup-steps", "0", adapter=adapter)
-    optimizer = train_grpo.Optimizer(policy.model, policy.args)
+    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
 
     def anchor_logps():
         with policy.as_reference() as hf:
@@ -174,7 +177,7 @@ def test_only_the_adapter_is_trained_in_float32_also_on_a_bfloat16_base(base, sf
     trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     assert trained and all(".default." in n and p.dtype == torch.float32 for n, p in trained.items())
     assert {p.dtype for n, p in policy.model.named_parameters() if "lora" not in n} == {torch.bfloat16}
-    assert all(parameter is master for parameter, master in train_grpo.Optimizer(policy.model, policy.args).pairs)
+    assert all(parameter is master for parameter, master in models.optimizer.Optimizer(policy.model, policy.args).pairs)
 
 
 @pytest.mark.parametrize("start", ["lora", "sft"])
@@ -204,7 +207,7 @@ def test_rollout_old_and_new_logps_are_without_dropout(base, sft, start, flags):
     for row in rows:
         row.stop = "stop"
     train_grpo.set_advantages(groups, policy.args, None)
-    optimizer = train_grpo.Optimizer(policy.model, policy.args)
+    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
     row = train_grpo.update(policy, optimizer, groups, policy.args, 1, new_state(policy.args), print)
     assert row["ratio_max"] == row["ratio_mean"] == 1.0 and row["kl"] == 0.0 and row["logp_gap"] < 1e-5
 
@@ -239,8 +242,8 @@ def test_with_checkpointing_no_architectures_dropout_is_left_on(kind):
     args = make_args("--gradient-checkpointing", "--lr", "0", "--inner-epochs", "2")
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    train_grpo.no_dropout(model)
-    policy = train_grpo.Policy(args, WordTask(args), model, model, word_tokenizer(), model.device)
+    models.policy.no_dropout(model)
+    policy = models.policy.Policy(args, WordTask(args), model, model, word_tokenizer(), model.device)
     row = run_update(policy)
     assert row["ratio_max"] == row["ratio_mean"] == 1.0
 
@@ -288,7 +291,7 @@ def test_a_checkpoint_restores_weights_and_optimizer_but_never_the_anchor(base, 
     folder = sft if from_adapter else base
     flags = ("--lr", "0.01", "--warmup-steps", "0")
     policy = load(folder, *flags, adapter=adapter)
-    optimizer = train_grpo.Optimizer(policy.model, policy.args)
+    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
     run_update(policy, 1, optimizer)
     train_grpo.save_model(policy, tmp_path)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
@@ -296,8 +299,8 @@ def test_a_checkpoint_restores_weights_and_optimizer_but_never_the_anchor(base, 
     expected = run_update(policy, 2, optimizer)
 
     resumed = load(folder, *flags, adapter=adapter)
-    other = train_grpo.Optimizer(resumed.model, resumed.args)
-    assert train_grpo.load_checkpoint(resumed, other, tmp_path)["step"] == 1
+    other = models.optimizer.Optimizer(resumed.model, resumed.args)
+    assert harness.checkpoints.load_checkpoint(resumed, other, tmp_path)["step"] == 1
     assert run_update(resumed, 2, other) == expected and expected["kl"] > 0
     assert torch.equal(logps(resumed), logps(policy))
 
@@ -399,7 +402,7 @@ def test_what_this_machine_lacks_is_one_sentence(base, flags, words):
         pytest.skip("this machine has it")
     with pytest.raises(UserError, match=words):
         policy = load(base, *flags)
-        train_grpo.Optimizer(policy.model, policy.args)
+        models.optimizer.Optimizer(policy.model, policy.args)
 
 
 # ---- the rest
@@ -431,7 +434,7 @@ def test_the_generation_config_of_a_folder_gives_stop_ids_and_nothing_else(base,
     policy = load(folder)
     assert policy.stop_ids == [1, 4, 6]
     (rows,) = policy.sample(WordTask(policy.args).heldout(), 30, 1.0, 1)
-    logp, entropy = token_logps(policy, policy.hf, [Row(row, 0.0) for row in rows], 1.0, entropy=True)
+    logp, entropy = token_logps(policy, policy.hf, [TrainRow(row, 0.0) for row in rows], 1.0, entropy=True)
     for i, row in enumerate(rows):
         assert row.logp == pytest.approx(logp[i, : len(row.mask)].tolist(), abs=1e-4)
         assert row.entropy == pytest.approx(entropy[i, : len(row.mask)].tolist(), abs=1e-4)

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from data import BadRecords, UserError
-from tasks import nla_data, nla_prepare
-from tasks.nla_data import Document, Meta, documents, load_rows, randomise_slots, read_meta, read_rows
-from tasks.nla_prepare import Recipe, prepare
-from tasks.tiny import tiny_tokenizer
+from models.tiny import tiny_tokenizer
+from tasks.nla import activations as nla_data
+from tasks.nla import prepare as nla_prepare
+from tasks.nla.activations import Meta, load_rows, read_meta, read_rows
+from tasks.nla.documents import Document, documents, randomise_slots
+from tasks.nla.prepare import Recipe, prepare
 
 META = Meta("m", 1, 4, "@", 34, 32, 30, 2.0, "<text>{explanation}</text> state:")
 MESSAGES = [{"role": "user", "content": "explain <c><INJECT></c>"}]

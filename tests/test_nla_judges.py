@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import UserError
-from tasks import nla_judges
-from tasks.nla_judges import JudgedRow, JudgeOptions, check, evaluate, parse, retry_after, verdicts
+from tasks.nla import judges as nla_judges
+from tasks.nla.judges import JudgedRow, JudgeOptions, check, evaluate, parse, retry_after, verdicts
 
 KEY = "JUDGE_TEST_KEY"
 ROWS = [JudgedRow(f"explanation {i}", f"source {i}", f"quirk {i}") for i in range(6)]

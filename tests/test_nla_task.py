@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from test_task_contract import core_args, rollout
 
 from data import Group, UserError
-from tasks import nla, nla_warm
-from tasks.nla import NlaTask, cjk_share, extract_explanation, others, replace_words, reward_of
+from tasks.nla import task as nla
+from tasks.nla import warm as nla_warm
+from tasks.nla.controls import cjk_share, others, replace_words
+from tasks.nla.task import NlaTask, extract_explanation, reward_of
 
 
 # ---- what an explanation is, and what it earns
@@ -149,7 +151,7 @@ def test_the_judge_is_asked_with_the_rows_own_source_and_quirk(monkeypatch):
     task, seen = NlaTask(task_args(judge_evals=("confusion",), judge_url="http://127.0.0.1:9", judge_model="none",
                                    judge_key_env="")), []
     task.held[0].meta.update(quirk="it rhymes", source="Anna")
-    monkeypatch.setattr("tasks.nla_judges.evaluate", lambda name, judge, rows, say: seen.extend(rows) or {})
+    monkeypatch.setattr("tasks.nla.judges.evaluate", lambda name, judge, rows, say: seen.extend(rows) or {})
     task.observe_eval(judged(task, task.held[:2], ["<explanation>Anna</explanation>"] * 2))
     assert [(row.source, row.quirk) for row in seen] == [("Anna", "it rhymes"), (task.held[1].meta["source"], None)]
 
@@ -328,7 +330,7 @@ def test_the_smoke_models_are_built_and_run(command, tmp_path, monkeypatch):
 
 
 def test_help_is_no_mistake_and_says_what_each_flag_does(capsys):
-    from tasks import nla_warm
+    from tasks.nla import warm as nla_warm
 
     for argv, code, words in ((["--help"], 0, "usage"), (["prepare", "--help"], 0, "windows in one forward [8]"),
                               (["no-such"], 2, "usage")):

@@ -1,12 +1,13 @@
 """Older rollouts in the loss, the beta control and behaviour cloning, against numbers worked out by hand."""
 
+import dataclasses
 import json
 import math
 import shutil
 
 import pytest
 import torch
-from conftest import bigram_policy, hand_rollout, make_args, new_state, read_csv, scored, with_flags
+from conftest import bigram_policy, hand_rollout, make_args, new_state, read_csv, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_loss import MASKS, NEW, REF, SAMPLER, groups_of, log_p
@@ -14,25 +15,27 @@ from test_run_folder import same_log
 from test_task_contract import core_args
 from test_tool_task import model
 
-import engine
+import models.optimizer
+import models.policy
 import train_grpo
 from data import Prompt, Rollout
-from engine import Row
-from tasks.off_policy import (
+from engine.logps import TrainRow
+from models.supervised import worked_examples
+from models.tiny import tiny_tokenizer
+from tasks.tools.calculator import calculate
+from tasks.tools.calls import parse_tool_calls
+from tasks.tools.task import ToolTask
+from train_grpo import (
+    BetaControl,
     age_of,
-    clones,
+    beta_control_sums,
     cloning_coefficient,
     cloning_loss,
-    control_beta,
+    cloning_rows,
     decouple,
-    moved,
-    new_control,
     old_logps,
     token_ages,
-    worked_examples,
 )
-from tasks.tiny import tiny_tokenizer
-from tasks.tool_use import ToolTask, calculate, parse_tool_calls
 
 
 def t(*rows):
@@ -57,7 +60,7 @@ def test_the_age_is_that_of_the_oldest_sampled_token():
 
 def test_a_row_without_old_log_probabilities_starts_from_the_current_ones():
     new = t([-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]).requires_grad_(True)
-    rows = [Row(of_version(1, 1, 1), 0.0), Row(of_version(0, 0), 0.0, old=t([-7.0, -8.0])[0])]
+    rows = [TrainRow(of_version(1, 1, 1), 0.0), TrainRow(of_version(0, 0), 0.0, old=t([-7.0, -8.0])[0])]
     old = old_logps(rows, new)
     assert old.tolist() == [[-1.0, -2.0, -3.0], [-7.0, -8.0, 0.0]] and not old.requires_grad
 
@@ -101,34 +104,35 @@ def test_the_proximal_log_probability_is_never_outside_the_two(tokens):
 # ---- beta control
 def test_what_the_control_watches():
     new, old, ref, mask = t([-1.0, -2.0, -9.0]), t([-1.5, -1.8, -1.0]), t([-0.5, -2.0, -1.0]), t([1, 1, 0])
-    sums = moved(new, old, ref, mask)
+    sums = beta_control_sums(new, old, ref, mask)
     assert float(sums["watch_gap"]) == pytest.approx(0.7)
     assert float(sums["watch_kl_old"]) == pytest.approx(-0.5 + 0.2)
     assert float(sums["watch_kl_ref"]) == pytest.approx(math.exp(0.5) - 0.5 - 1)
-    assert "watch_kl_ref" not in moved(new, old, None, mask)
-    assert float(moved(t([-50.0]), t([-1.0]), t([0.0]), t([1]))["watch_kl_ref"]) == pytest.approx(math.exp(20) - 21)
+    assert "watch_kl_ref" not in beta_control_sums(new, old, None, mask)
+    assert float(beta_control_sums(t([-50.0]), t([-1.0]), t([0.0]), t([1]))["watch_kl_ref"]) == pytest.approx(math.exp(20) - 21)
 
 
 def run_control(values, beta=0.04):
-    state, betas = new_control(beta), []
+    control, betas = BetaControl(beta), []
     for value in values:
-        state = json.loads(json.dumps(control_beta(state, value, 0.06, 0.01, 0.08)))
-        betas.append(state["beta"])
-    return betas, state
+        control = control.after(value, 0.06, 0.01, 0.08)
+        betas.append(control.beta)
+        assert BetaControl(**json.loads(json.dumps(dataclasses.asdict(control)))) == control  # as a checkpoint has it
+    return betas, control
 
 
 def test_beta_moves_after_every_fourth_update_and_only_outside_the_band():
-    betas, state = run_control([0.5] * 8)
+    betas, control = run_control([0.5] * 8)
     assert betas == pytest.approx([0.04] * 3 + [0.04 * 1.12] * 4 + [0.04 * 1.12**2])
-    assert state["updates"] == 8 and state["average"] == pytest.approx(0.5)
+    assert control.updates == 8 and control.average == pytest.approx(0.5)
     assert run_control([0.0] * 4)[0][-1] == pytest.approx(0.04 / 1.12)
     assert run_control([0.06 * 1.24] * 4)[0][-1] == 0.04 and run_control([0.06 * 1.26] * 4)[0][-1] > 0.04
     assert run_control([0.06 * 0.81] * 4)[0][-1] == 0.04 and run_control([0.06 * 0.79] * 4)[0][-1] < 0.04
 
 
 def test_the_watched_quantity_is_averaged():
-    _, state = run_control([0.10, 0.20, 0.00])
-    assert state["average"] == pytest.approx(0.9 * (0.9 * 0.10 + 0.1 * 0.20) + 0.1 * 0.00)
+    _, control = run_control([0.10, 0.20, 0.00])
+    assert control.average == pytest.approx(0.9 * (0.9 * 0.10 + 0.1 * 0.20) + 0.1 * 0.00)
 
 
 def test_beta_stays_within_its_bounds():
@@ -150,7 +154,7 @@ def short_tools(*flags):
     tokenizer = tiny_tokenizer(texts)
     args = make_args("--task", "tools", "--max-turns", "3", "--max-new", "200", *flags)
     hf = model(len(tokenizer))
-    return train_grpo.Policy(args, task, hf, hf, tokenizer, hf.device), task
+    return models.policy.Policy(args, task, hf, hf, tokenizer, hf.device), task
 
 
 def asking(task, *expressions, gold=None, allowed=None):
@@ -183,7 +187,7 @@ def test_the_right_turns_are_canonical_calls_and_then_the_answer():
 @pytest.mark.parametrize("gold, answer", [(["3.0", "12"], "3.0, 12"), (["15"], "3, 12")])
 def test_the_answer_has_the_gold_values_where_their_count_agrees_else_the_tools(gold, answer):
     policy, task = short_tools()
-    found = worked_examples(policy, engine, asking(task, "1+2", "3*4", gold=gold), 2)
+    found = worked_examples(policy, asking(task, "1+2", "3*4", gold=gold), 2)
     assert found[1].turns[-1]["content"] == f"<answer>{answer}</answer>"
 
 
@@ -191,27 +195,27 @@ def test_the_answer_has_the_gold_values_where_their_count_agrees_else_the_tools(
 def test_what_cannot_be_worked_is_not_imitated(expressions, allowed):
     policy, task = short_tools()
     prompt = asking(task, *expressions, gold=["1"], allowed=allowed)
-    assert worked_examples(policy, engine, prompt, 2) == []
+    assert worked_examples(policy, prompt, 2) == []
 
 
 def test_examples_have_the_ids_of_a_rollout_and_one_target_each():
     policy, task = short_tools()
     prompt = asking(task, "1+2", "3*4")
-    calls, answer = worked_examples(policy, engine, prompt, 2)
+    calls, answer = worked_examples(policy, prompt, 2)
     targets = [policy.tokenizer.decode([t for t, m in zip(row.ids[row.prompt_length :], row.mask, strict=True) if m])
                for row in (calls, answer)]
     assert targets == [calls.turns[0]["content"] + "<|im_end|>", "<answer>3, 12</answer><|im_end|>"]
     whole = policy.tokenizer.apply_chat_template(prompt.messages + answer.turns, tokenize=False)
     assert policy.tokenizer.decode(answer.ids) == whole.rstrip("\n")
     assert answer.ids[: len(calls.ids)] == calls.ids
-    assert len(worked_examples(policy, engine, prompt, 1)) == 1
+    assert len(worked_examples(policy, prompt, 1)) == 1
 
 
 def test_the_cross_entropy_is_a_mean_over_targets_then_examples():
     policy, task = short_tools("--bc-coef", "0.16", "--bc-hold", "2", "--bc-decay", "0")
     prompts = [asking(task, "1+2", "3*4"), asking(task, "7-5")]
-    rows, coefficient = clones(policy, engine, prompts, policy.args, 1)
-    assert coefficient == 0.16 and clones(policy, engine, prompts, policy.args, 3)[1] == 0.03 and len(rows) == 4
+    rows = cloning_rows(policy, prompts, policy.args)
+    assert len(rows) == 4
     expected = []
     for row in rows:
         ids, mask = row.rollout.ids, [0] * row.rollout.prompt_length + row.rollout.mask
@@ -219,9 +223,8 @@ def test_the_cross_entropy_is_a_mean_over_targets_then_examples():
         terms = [-float(logp[i - 1, ids[i]]) for i in range(len(ids)) if mask[i]]
         expected.append(sum(terms) / len(terms))
     for batch_size in (1, 4):
-        parts = [cloning_loss(policy, engine, rows[i : i + batch_size]).detach() for i in range(0, 4, batch_size)]
+        parts = [cloning_loss(policy, rows[i : i + batch_size]).detach() for i in range(0, 4, batch_size)]
         assert float(sum(parts)) == pytest.approx(sum(expected) / 4, rel=1e-5)
-    assert clones(policy, engine, prompts, with_flags(policy.args, bc_coef=0.0), 1) == ([], 0.0)
 
 
 # ---- in the update
@@ -262,8 +265,8 @@ def test_the_loss_and_gradient_of_older_rows_by_hand(flags):
     policy = bigram_policy(NEW, "--beta", "0", *flags.split())
     policy.version, args = 5, policy.args
     rows = train_grpo.rows_to_train(aged_groups(), args, policy.version)
-    train_grpo.anchor(policy, [rows], args, 1.0, 10**9)
-    sums = train_grpo.gradients(policy, train_grpo.Optimizer(policy.model, args), rows, args, 1.0, 30)
+    train_grpo.fill_ref_and_old_logps(policy, [rows], args, 1.0, 10**9)
+    sums = train_grpo.gradients(policy, models.optimizer.Optimizer(policy.model, args), rows, args, args.beta, 1.0, 30)
     assert sums["loss"] == pytest.approx(aged_loss(args, NEW), abs=1e-6)
     gradient = policy.model.table.grad
     for i, j in ((3, 4), (5, 1), (4, 4), (4, 2)):
@@ -279,14 +282,14 @@ def test_an_update_that_moves_too_far_is_left_out_and_counted_and_beta_goes_on()
         policy = bigram_policy(NEW, "--beta", "0.04", "--beta-control", "gap", "--beta-target", str(target),
                                reference=REF)
         policy.version, args = 5, policy.args
-        state = new_state(args, beta_control=new_control(args.beta) | {"updates": 3})
+        state = new_state(args, beta_control=BetaControl(args.beta, updates=3))
         before = policy.model.table.detach().clone()
-        row = train_grpo.update(policy, train_grpo.Optimizer(policy.model, args), aged_groups(), args, 6, state, print)
+        row = train_grpo.update(policy, models.optimizer.Optimizer(policy.model, args), aged_groups(), args, 6, state, print)
         assert torch.equal(policy.model.table, before) == bool(stopped)
         assert (row["hard_stops"], row["skipped_updates"], row["beta"]) == (stopped, 0, 0.04)
-        assert row["watched"] == pytest.approx(state["beta_control"]["average"]) and row["watched"] > 0.008
-        assert state["beta_control"]["beta"] == pytest.approx(0.04 * (1.12 if stopped else 1 / 1.12))
-        assert state["bad_in_a_row"] == 0
+        assert row["watched"] == pytest.approx(state.beta_control.average) and row["watched"] > 0.008
+        assert state.beta_control.beta == pytest.approx(0.04 * (1.12 if stopped else 1 / 1.12))
+        assert state.bad_in_a_row == 0
 
 
 def test_cloning_trains_also_where_every_group_is_constant():
@@ -295,7 +298,7 @@ def test_cloning_trains_also_where_every_group_is_constant():
     group = scored([hand_rollout(policy.encode(prompt), [5, 6], prompt=prompt) for _ in range(2)], [1.0, 1.0])
     args = policy.args
     train_grpo.set_advantages([group], args, None)
-    optimizer = train_grpo.Optimizer(policy.model, args)
+    optimizer = models.optimizer.Optimizer(policy.model, args)
     rows = [train_grpo.update(policy, optimizer, [group], args, n, new_state(args), print) for n in (1, 2, 3, 4)]
     assert rows[-1]["bc_loss"] < rows[0]["bc_loss"] and rows[0]["loss"] == pytest.approx(0.5 * rows[0]["bc_loss"])
     assert rows[0]["bc_coef"] == 0.5 and rows[0]["grad_norm"] > 0

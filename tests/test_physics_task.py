@@ -15,14 +15,16 @@ import numpy as np
 import pytest
 from conftest import read_csv, read_jsonl
 
+import models.tiny
 import plot_run
-import tasks.tiny
 from data import Group, Prompt, Rollout, TrainingFailed, UserError
-from tasks import physics
-from tasks.physics import PhysicsTask, score_answer, true_answer, variants, without_last_term
-from tasks.sft import read_flags
-from tasks.systems import SYSTEMS, Instance, make_instance
-from tasks.workers import Workers
+from sandbox.workers import Workers
+from tasks.physics import task as physics
+from tasks.physics.judging import score_answer
+from tasks.physics.prompts import true_answer, variants, without_last_term
+from tasks.physics.systems import SYSTEMS, Instance, make_instance
+from tasks.physics.task import PhysicsTask
+from tasks.physics.warm import read_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -384,7 +386,7 @@ def smoke(command, folder, *flags):
 
 @pytest.mark.slow
 def test_a_short_smoke_run_finds_the_true_equations(command, tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.tiny.WARM, "steps", 400)
+    monkeypatch.setitem(models.tiny.WARM, "steps", 400)
     ended = smoke(command, tmp_path, "--steps", "24", "--eval-every", "0")
     assert ended.code == 0 and "reward_mean" in ended.out and "red flag" in ended.out
     first, last = read_jsonl(tmp_path / "a" / "eval.jsonl")
@@ -410,7 +412,7 @@ def test_the_smoke_run_recovers_every_system_on_every_seed(command, tmp_path, se
 @pytest.fixture
 def untrained(monkeypatch):
     """The tiny model after a few steps of its warm start."""
-    monkeypatch.setitem(tasks.tiny.WARM, "steps", 20)
+    monkeypatch.setitem(models.tiny.WARM, "steps", 20)
 
 
 def test_a_run_in_which_no_rollout_parses_exits_non_zero(command, tmp_path, monkeypatch, untrained):
@@ -426,19 +428,19 @@ def test_a_run_in_which_no_rollout_parses_exits_non_zero(command, tmp_path, monk
 
 
 def test_refinement_turns_run(command, tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.tiny.WARM, "steps", 400)
+    monkeypatch.setitem(models.tiny.WARM, "steps", 400)
     ended = smoke(command, tmp_path, "--steps", "1", "--refine-turns", "1", "--no-eval")
     (row,) = read_csv(tmp_path / "a")
     assert ended.code == 0 and row["part_progress"] != "" and float(row["length_mean"]) > 12
 
 
 def test_the_supervised_warm_start_learns_and_grpo_goes_on_from_it(command, tmp_path, capsys, untrained):
-    from tasks.sft import main
+    from tasks.physics.warm import main
 
     task = make_task(
         prompt_style="brief", table_rows=8, system_ids=("damped_pendulum", "damped_spring", "newton_cooling")
     )
-    model = tasks.tiny.tiny_model(task, types.SimpleNamespace(cache=True), print)
+    model = models.tiny.tiny_model(task, types.SimpleNamespace(cache=True), print)
     flags = [
         "--model",
         str(model),

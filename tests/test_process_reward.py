@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from test_math_task import math_task
 
 from data import UserError
-from tasks.process_reward import (
+from models.tiny import tiny_tokenizer
+from tasks.math.process_reward import (
     SEPARATOR,
     ProcessRewardModel,
     Qwen2ForProcessRewardModel,
@@ -21,9 +22,9 @@ from tasks.process_reward import (
     sound_beginning,
     split_steps,
     step_accuracy,
+    tiny_process_model,
 )
-from tasks.tiny import tiny_process_model, tiny_tokenizer
-from tasks.word_problems import judged_solutions
+from tasks.math.word_problems import judged_solutions
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3}

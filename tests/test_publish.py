@@ -11,7 +11,7 @@ import torch
 import transformers
 from conftest import make_policy, read_csv, read_jsonl
 
-from tasks import publish
+from harness import publish
 
 EXTRA = os.environ.get("TRACKER_PACKAGES", "/tmp/physicspkg")  # a folder of trackers that are not in the environment
 

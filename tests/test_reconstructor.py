@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from data import UserError
-from tasks import reconstructor
-from tasks.reconstructor import Critic, Spec, baselines, batches, fve, mse, normalise
+from tasks.nla import reconstructor
+from tasks.nla.reconstructor import Critic, Spec, baselines, batches, fve, mse, normalise
 
 CPU, TEMPLATE = torch.device("cpu"), "w3 w4 {explanation} w9"
 SCALE = 32**0.5

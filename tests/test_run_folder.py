@@ -21,6 +21,12 @@ from conftest import ROOT, make_args, read_csv, read_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import harness.checkpoints
+import harness.console
+import harness.flags
+import harness.folder
+import models.optimizer
+import models.policy
 import plot_run
 import train_grpo
 from data import Task, load_task
@@ -41,7 +47,7 @@ def log_of(folder: Path) -> dict:
     """All that a run leaves but times: equal for equal runs."""
     folder = Path(folder)
     completions = {path.name: path.read_bytes() for path in (folder / "completions").iterdir()}
-    newest = train_grpo.checkpoints(folder)[0]
+    newest = harness.checkpoints.checkpoints(folder)[0]
     weights = {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
     return {"csv": without_times(read_csv(folder)), "jsonl": without_times(read_jsonl(folder / "metrics.jsonl")),
             "evals": read_jsonl(folder / "eval.jsonl"), "completions": completions, "weights": weights}
@@ -55,14 +61,14 @@ def same_log(a: Path, b: Path) -> None:
 
 def after_step(monkeypatch, step: int, act) -> None:
     """Calls `act` when the row of a step has been written."""
-    log = train_grpo.Run.log
+    log = harness.folder.Run.log
 
     def watched(self, row):
         log(self, row)
         if row["step"] == step:
             act()
 
-    monkeypatch.setattr(train_grpo.Run, "log", watched)
+    monkeypatch.setattr(harness.folder.Run, "log", watched)
 
 
 def within_step(monkeypatch, step: int, act) -> None:
@@ -148,8 +154,8 @@ def test_columns_of_the_specification_are_there(done):
 def test_the_header_is_written_before_the_first_row(words, command, tmp_path, monkeypatch):
     after_step(monkeypatch, 1, raise_killed)
     seen = []
-    log = train_grpo.Run.log
-    monkeypatch.setattr(train_grpo.Run, "log", lambda self, row: (seen.append(self.csv_path.read_text()),
+    log = harness.folder.Run.log
+    monkeypatch.setattr(harness.folder.Run, "log", lambda self, row: (seen.append(self.csv_path.read_text()),
                                                                   log(self, row)))
     with pytest.raises(Killed):
         command(*words.flags, "--out", tmp_path, "--name", "a")
@@ -203,7 +209,7 @@ def test_the_config_holds_values_sources_versions_and_the_state_of_the_code(done
 
 def test_the_config_is_written_where_git_is_not_installed(words, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert train_grpo.describe_run(make_args(), {})["git"] == {"hash": "", "diff": ""}
+    assert harness.folder.describe_run(make_args(), {})["git"] == {"hash": "", "diff": ""}
 
 
 def test_the_summary_tells_how_the_run_ended(done):
@@ -324,7 +330,7 @@ def test_runs_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkey
 
     def create():
         barrier.wait()
-        made.append(train_grpo.Run.create(args, Task(args), {}, False).folder)
+        made.append(harness.folder.Run.create(args, Task(args), {}, False).folder)
 
     threads = [threading.Thread(target=create) for _ in range(8)]
     for thread in threads:
@@ -351,7 +357,7 @@ def test_each_step_can_be_read_as_soon_as_it_ends(words, command, tmp_path, monk
         assert text.endswith("\n") and lines.endswith("\n")
         seen.append((text.splitlines()[-1].split(",")[0], json.loads(lines.splitlines()[-1])["step"]))
 
-    line = train_grpo.console_line
+    line = harness.console.console_line
     monkeypatch.setattr(train_grpo, "console_line", lambda *given: (look(), line(*given))[1])
     assert command(*words.flags, "--steps", "3", "--out", tmp_path, "--name", "a").code == 0
     assert seen == [("1", 1), ("2", 2), ("3", 3)]
@@ -484,7 +490,7 @@ def test_a_torn_last_line_is_repaired_by_a_resume(command, copy, cut):
 
 @functools.cache
 def args_and_task(folder: Path) -> tuple:
-    args, *_ = train_grpo.resolve_args([], json.loads((folder / "config.json").read_text())["args"])
+    args, *_ = harness.flags.resolve_args(train_grpo.Args, [], json.loads((folder / "config.json").read_text())["args"])
     return args, load_task(args.task)(args)
 
 
@@ -499,7 +505,7 @@ def test_logs_cut_anywhere_are_whole_lines_after_a_resume(done, tmp_path_factory
     if not (folder / "metrics.csv").read_bytes().startswith(header):
         return  # a checkpoint is never older than the header
     args, task = args_and_task(done)
-    train_grpo.Run(folder, task, args).forget_after(2)
+    harness.folder.Run(folder, task, args).forget_after(2)
     assert [row["step"] for row in read_csv(folder)] in ([], ["1"], ["1", "2"])
     for name in ("metrics.jsonl", "eval.jsonl"):
         steps = [row["step"] for row in read_jsonl(folder / name)]
@@ -581,7 +587,7 @@ def test_one_signal_finishes_the_phase_saves_and_ends(words, command, tmp_path, 
     within_step(monkeypatch, 2, send(number))
     ended = command(*words.flags, "--steps", "9", "--out", tmp_path, "--name", "a")
     assert ended.code == code and f"--resume {tmp_path / 'a'}" in ended.out
-    assert train_grpo.is_whole(tmp_path / "a" / "checkpoints" / "step_1")
+    assert harness.checkpoints.is_whole(tmp_path / "a" / "checkpoints" / "step_1")
     assert [row["step"] for row in read_csv(tmp_path / "a")] == ["1"]
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"].startswith("stopped")
     monkeypatch.undo()
@@ -589,7 +595,7 @@ def test_one_signal_finishes_the_phase_saves_and_ends(words, command, tmp_path, 
 
 
 def test_a_signal_before_the_first_step_leaves_a_run_that_can_be_resumed(words, command, tmp_path, monkeypatch):
-    evaluation = train_grpo.run_evaluation
+    evaluation = train_grpo.evaluate_and_log
     monkeypatch.setattr(train_grpo, "run_evaluation", lambda *given: (send(signal.SIGINT)(), evaluation(*given))[1])
     assert command(*words.flags, "--out", tmp_path, "--name", "a").code == 130
     monkeypatch.undo()
@@ -656,9 +662,9 @@ def test_a_damaged_checkpoint_is_not_whole(copy, file, harm):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[: -1 if harm == "cut" else 0])
-    assert not train_grpo.is_whole(path.parent)
+    assert not harness.checkpoints.is_whole(path.parent)
     said = []
-    assert train_grpo.newest_checkpoint(copy, said.append).name == "step_2"
+    assert harness.checkpoints.newest_checkpoint(copy, said.append).name == "step_2"
     assert str(path.parent) in said[0]
 
 
@@ -667,21 +673,21 @@ def test_a_damaged_checkpoint_is_passed_over_and_named_by_a_resume(command, copy
     whole = log_of(copy)
     ended = command("--resume", copy)
     assert ended.code == 0 and "step_3 is not whole" in ended.out and "resumed at step 2" in ended.out
-    assert log_of(copy) == whole and train_grpo.is_whole(copy / "checkpoints" / "step_3")
+    assert log_of(copy) == whole and harness.checkpoints.is_whole(copy / "checkpoints" / "step_3")
 
 
 @pytest.fixture(scope="module")
 def saver(words, done):
     """Saves checkpoints of the finished run's model: a function of (run folder, step)."""
     config = json.loads((done / "config.json").read_text())["args"]
-    args, *_ = train_grpo.resolve_args([], config)
-    policy = train_grpo.load_policy(args, load_task(args.task)(args))
-    optimizer = train_grpo.Optimizer(policy.model, args)
-    state = train_grpo.load_checkpoint(policy, optimizer, done / "checkpoints" / "step_3")
+    args, *_ = harness.flags.resolve_args(train_grpo.Args, [], config)
+    policy = models.policy.load_policy(args, load_task(args.task)(args))
+    optimizer = models.optimizer.Optimizer(policy.model, args)
+    state = harness.checkpoints.load_checkpoint(policy, optimizer, done / "checkpoints" / "step_3")
 
     def save(folder, step, keep_last=2):
-        run = train_grpo.Run(folder, policy.task, args)
-        train_grpo.save_checkpoint(run, policy, optimizer, {**state, "step": step},
+        run = harness.folder.Run(folder, policy.task, args)
+        harness.checkpoints.save_checkpoint(run, policy, optimizer, {**state, "step": step},
                                    train_grpo.dataclasses.replace(args, keep_last=keep_last))
 
     return save
@@ -721,10 +727,10 @@ def test_a_process_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(save
 
         code = in_a_fork(work)
         said = []
-        newest = train_grpo.newest_checkpoint(folder, said.append)
-        assert newest.name in ("step_2", "step_3") and train_grpo.is_whole(newest)
+        newest = harness.checkpoints.newest_checkpoint(folder, said.append)
+        assert newest.name in ("step_2", "step_3") and harness.checkpoints.is_whole(newest)
         saver(folder, 4)  # and what was left is no hindrance
-        assert train_grpo.newest_checkpoint(folder, said.append).name == "step_4"
+        assert harness.checkpoints.newest_checkpoint(folder, said.append).name == "step_4"
         shutil.rmtree(folder)
         if code == 0:
             finished = True
@@ -760,7 +766,7 @@ def rows_of(count: int = 1, **columns) -> list[dict]:
 
 
 def advised(rows, *flags) -> dict[str, str]:
-    return train_grpo.advice(rows, make_args("--max-new", "24", *flags))
+    return harness.console.advice(rows, make_args("--max-new", "24", *flags))
 
 
 def test_an_ordinary_run_is_left_in_peace():
@@ -826,7 +832,7 @@ def test_rewards_without_spread_end_the_run_early(words, command, tmp_path):
     ended = command(*flags, "--steps", "50", "--early-stop-patience", "3", "--no-eval")
     assert ended.code == 0 and len(read_csv(tmp_path / "own")) == 3
     assert "stopped early" in json.loads((tmp_path / "own" / "summary.json").read_text())["status"]
-    assert train_grpo.is_whole(tmp_path / "own" / "checkpoints" / "step_3")
+    assert harness.checkpoints.is_whole(tmp_path / "own" / "checkpoints" / "step_3")
 
 
 def test_a_dry_run_leaves_nothing_behind(words, command, tmp_path, monkeypatch):
@@ -860,9 +866,9 @@ def test_the_saved_completions_can_be_switched_off(words, command, tmp_path):
 
 
 def test_gradients_that_are_never_finite_end_the_run_with_a_usable_checkpoint(words, command, tmp_path, monkeypatch):
-    clip = train_grpo.Optimizer.clip
+    clip = models.optimizer.Optimizer.clip
     calls = itertools.count(1)
-    monkeypatch.setattr(train_grpo.Optimizer, "clip",
+    monkeypatch.setattr(models.optimizer.Optimizer, "clip",
                         lambda self, limit: clip(self, limit) if next(calls) < 3 else float("nan"))
     ended = command(*words.flags, "--steps", "9", "--max-bad-steps", "2", "--out", tmp_path, "--name", "a")
     assert ended.code == 3 and "step 4" in ended.out

@@ -12,8 +12,8 @@ import pytest
 from conftest import quick
 
 from data import UserError
-from tasks import sandbox
-from tasks.sandbox import Job, Sandbox
+from sandbox import programs as sandbox
+from sandbox.programs import Job, Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 HONEST = "def f(x):\n    return x + 1\nassert f(1) == 2\nprint('fine')"

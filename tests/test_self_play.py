@@ -11,12 +11,10 @@ from test_math_task import math_task, write
 from test_task_contract import rollout
 
 from data import Group, UserError
-from tasks.chains import Link, evaluate
-from tasks.self_play import (
-    Curriculum,
-    Family,
+from tasks.math.chains import Link, evaluate
+from tasks.math.curriculum import Curriculum, Phases
+from tasks.math.questions import (
     Novelty,
-    Phases,
     Topics,
     TrigramIndex,
     agreement,
@@ -31,7 +29,8 @@ from tasks.self_play import (
     tool_of,
     trigrams,
 )
-from tasks.word_problems import judged_solutions, word_problems
+from tasks.math.self_play import Family
+from tasks.math.word_problems import judged_solutions, word_problems
 
 GOLDS = [(question, str(steps[-1][3])) for question, steps in word_problems("train", 400)]
 

@@ -10,9 +10,10 @@ import transformers
 from conftest import read_csv, read_jsonl
 from test_task_contract import core_args
 
-import tasks.tiny
+import models.tiny
 from data import load_task
-from tasks.math_reasoning import MAX_PROBLEMS, MathTask
+from tasks.math.task import MathTask
+from tasks.math.word_problems import MAX_PROBLEMS
 
 
 # ---- learning
@@ -78,8 +79,8 @@ def test_the_smoke_run_solves_its_task_on_every_seed(command, tmp_path, seed):
 def warm_start(task, say):
     """Stands for the warm start: the same kind of model and tokenizer, untrained."""
     prompts = task.demonstration_prompts()[:50]
-    tokenizer = tasks.tiny.tiny_tokenizer([prompt.messages[-1]["content"] for prompt in prompts])
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **tasks.tiny.TINY))
+    tokenizer = models.tiny.tiny_tokenizer([prompt.messages[-1]["content"] for prompt in prompts])
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **models.tiny.TINY))
     say("built")
     return model, tokenizer
 
@@ -88,7 +89,7 @@ def warm_start(task, say):
 def cache(tmp_path, monkeypatch):
     """An empty cache folder and a warm start without the training; gives the folder of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tasks.tiny, "warm_start", warm_start)
+    monkeypatch.setattr(models.tiny, "warm_start", warm_start)
     monkeypatch.setitem(MAX_PROBLEMS, "train", 200)
     return tmp_path / "cache" / "train_grpo"
 
@@ -97,7 +98,7 @@ def tiny(use_cache: bool = True) -> tuple[Path, list[str]]:
     """The tiny model's folder and what was said of its building."""
     args = core_args("math", math_max_level=0, math_instruction="", sampling_alpha=0.0, cache=use_cache, eval_size=10)
     said = []
-    return tasks.tiny.tiny_model(load_task("math")(args), args, said.append), said
+    return models.tiny.tiny_model(load_task("math")(args), args, said.append), said
 
 
 def test_the_tiny_model_is_built_once(cache):
@@ -119,7 +120,7 @@ def test_no_cache_builds_the_tiny_model_again(cache):
 
 def test_another_recipe_is_another_model(cache, monkeypatch):
     first, _ = tiny()
-    monkeypatch.setitem(tasks.tiny.WARM, "steps", 7)
+    monkeypatch.setitem(models.tiny.WARM, "steps", 7)
     second, said = tiny()
     assert first != second and "built" in said and first.is_dir()
 
@@ -128,16 +129,16 @@ def test_nothing_half_built_is_left_or_used(cache, monkeypatch):
     def fail(task, say):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tasks.tiny, "warm_start", fail)
+    monkeypatch.setattr(models.tiny, "warm_start", fail)
     with pytest.raises(KeyboardInterrupt):
         tiny()
     assert list(cache.iterdir()) == []
-    monkeypatch.setattr(tasks.tiny, "warm_start", warm_start)
+    monkeypatch.setattr(models.tiny, "warm_start", warm_start)
     assert "built" in tiny()[1]
 
 
 def build(barrier, results):
-    tasks.tiny.warm_start = warm_start
+    models.tiny.warm_start = warm_start
     barrier.wait()
     folder, said = tiny()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -179,7 +180,7 @@ def test_a_task_without_demonstrations_cannot_warm_start_the_tiny_model(words, c
 
 
 def test_the_tiny_model_is_the_one_that_was_described():
-    config = transformers.LlamaConfig(vocab_size=360, **tasks.tiny.TINY)
+    config = transformers.LlamaConfig(vocab_size=360, **models.tiny.TINY)
     assert 100_000 < transformers.LlamaForCausalLM(config).num_parameters() < 150_000
 
 

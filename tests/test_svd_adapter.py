@@ -9,13 +9,18 @@ import safetensors.torch
 import torch
 import transformers
 
-import engine
+import data
+import engine.logps
+import engine.rollout
+import harness.flags
+import models.optimizer
+import models.policy
 import train_grpo
 from data import Prompt, Rollout, UserError
-from engine import Row, token_logps
-from tasks import attention
-from tasks import hack_directions as H
-from tasks.svd_adapter import SVDModel, decompositions
+from engine import attention
+from engine.logps import TrainRow, token_logps
+from models.svd import SVDModel, decompositions
+from tasks.code import hack_directions as H
 from tests.conftest import WordTask, make_args, make_policy, random_model, word_tokenizer
 
 IDS = torch.tensor([[3, 9, 14, 4, 22, 7]])
@@ -41,7 +46,7 @@ def stir(model, scale=0.05):
 def svd_policy(*flags):
     args = make_args("--adapter", "svd", *flags)
     model, hf = adapted()
-    return train_grpo.Policy(args, WordTask(args), model.eval(), hf, word_tokenizer(), hf.device, "off")
+    return models.policy.Policy(args, WordTask(args), model.eval(), hf, word_tokenizer(), hf.device, "off")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
@@ -135,14 +140,14 @@ def test_the_reference_is_delta_zero_and_the_rollout_merge_leaves_no_trace():
     live = policy.hf(IDS).logits
     assert attention.install_attention(policy.hf)
     policy.engine = "fast"
-    with engine.merged_lora(policy):
+    with engine.rollout.merged_lora(policy):
         assert all(layer.disable_adapters for layer in policy.model.layers.values())
         assert torch.allclose(policy.hf(IDS).logits, live, atol=1e-4)
     assert torch.allclose(policy.hf(IDS).logits, live, atol=1e-6)
     row = Rollout(Prompt("w3"), IDS[0].tolist(), [1, 1], [0.0] * 2, [0.0] * 2, [0] * 2, "stop", [])
     logps = []
     for policy.engine in ("fast", "generate"):
-        logps.append(token_logps(policy, policy.hf, [Row(row, 1.0)], 1.0)[0])
+        logps.append(token_logps(policy, policy.hf, [TrainRow(row, 1.0)], 1.0)[0])
     assert torch.allclose(*logps, atol=1e-5)
 
 
@@ -165,8 +170,8 @@ def test_a_run_with_the_adapter_resumes_exports_and_is_evaluated(words, command,
     assert any(t.abs().max() > 0 for t in files[0].values())
     folder = tmp_path / "whole" / "checkpoints" / "step_4"
     merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
-    args = train_grpo.resolve_args([str(f) for f in flags] + ["--model", str(folder)])[0]
-    policy = train_grpo.load_policy(args, train_grpo.load_task(args.task)(args), lambda text: None)
+    args = harness.flags.resolve_args(train_grpo.Args, [str(f) for f in flags] + ["--model", str(folder)])[0]
+    policy = models.policy.load_policy(args, data.load_task(args.task)(args), lambda text: None)
     assert (merged(IDS).logits - policy.hf(IDS).logits).abs().max() < 1e-5
     assert merged(IDS).logits.sub(random_model()(IDS).logits).abs().max() > 1e-4
 
@@ -270,15 +275,15 @@ def test_every_arm_measures_and_vanilla_changes_no_bit(arm):
 def test_a_backward_split_by_source_sums_to_the_whole_and_measures_both():
     policy = svd_policy("--beta", "0")
     made = study(policy, hack_k=2)
-    rows = [Row(Rollout(Prompt("w3 w4"), [3, 4, 5 + i, 9 + i], [1, 1], [0.0] * 2, [0.0] * 2, [0] * 2, "stop", []),
+    rows = [TrainRow(Rollout(Prompt("w3 w4"), [3, 4, 5 + i, 9 + i], [1, 1], [0.0] * 2, [0.0] * 2, [0] * 2, "stop", []),
                 1.0 if i % 2 else -0.5, weight=0.25) for i in range(4)]
-    optimizer = train_grpo.Optimizer(policy.model, policy.args)
+    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
     found = []
     for split in ([], [[0, 3], [1, 2]]):
         policy.task.split = lambda rollouts, split=split: split
         policy.task.on_part = made.on_part
         made.parts = []
-        train_grpo.gradients(policy, optimizer, rows, policy.args, 1.0, 64)
+        train_grpo.gradients(policy, optimizer, rows, policy.args, policy.args.beta, 1.0, 64)
         found.append({name: layer.delta.grad.clone() for name, layer in policy.model.layers.items()})
         seen = made.on_gradients(policy)
     assert all(torch.allclose(a, found[1][name], atol=1e-7) for name, a in found[0].items())

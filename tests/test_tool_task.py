@@ -6,20 +6,22 @@ import types
 
 import pytest
 from conftest import make_policy, read_jsonl
+from engine.rollout.rollout import reply_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_task_contract import core_args
 from test_tool_use import block, call_of
 
-import engine
+import engine.logps
+import engine.rollout
+import harness.flags
 import train_grpo
 from data import Group, Prompt, Rollout, UserError
-from tasks.calculator import evaluate, extract_expressions, show
-from tasks.tiny import tiny_tokenizer
-from tasks.tool_data import read_sample, synthetic
-from tasks.tool_reward import LIMITS, MOST, PARTS, WEIGHTS, components, read_events, reward, value_of
-from tasks.tool_use import ToolTask, read_weights
-from tasks.turns import reply_ids
+from models.tiny import tiny_tokenizer
+from tasks.tools.calculator import evaluate, extract_expressions, show
+from tasks.tools.questions import read_sample, synthetic
+from tasks.tools.reward import LIMITS, MOST, PARTS, WEIGHTS, components, read_events, reward, value_of
+from tasks.tools.task import ToolTask, read_weights
 
 # ---- samples
 TOOL = {"name": "calculate_math", "description": "d", "parameters": {"type": "object", "properties": {}}}
@@ -260,10 +262,10 @@ def test_a_wrong_weight_is_refused(change, named):
 def test_the_presets_table_of_weights_reaches_the_task(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('task = "tools"\n[tools]\nmath_only = true\n[tools.reward]\nexact = 5\nclip = 7.5\n')
-    args = train_grpo.resolve_args(["--preset", str(path)])[0]
+    args = harness.flags.resolve_args(train_grpo.Args, ["--preset", str(path)])[0]
     assert args.tools_reward == ("exact=5", "clip=7.5") and args.math_only
     assert read_weights(args.tools_reward)["clip"] == 7.5
-    assert train_grpo.resolve_args(["--preset", str(path), "--tools-reward", "tag=2"])[0].tools_reward == ("tag=2",)
+    assert harness.flags.resolve_args(train_grpo.Args, ["--preset", str(path), "--tools-reward", "tag=2"])[0].tools_reward == ("tag=2",)
 
 
 
@@ -313,7 +315,7 @@ def test_a_reward_model_adds_its_score_held_to_one(judge):
 def test_a_classifier_is_no_reward_model(judge):
     import torch
 
-    from tasks.reward_model import RewardModel
+    from tasks.tools.reward_model import RewardModel
 
     with pytest.raises(UserError, match="one score"):
         RewardModel("--tool-reward-model", judge(1.0, labels=2), torch.device("cpu"), torch.float32)
@@ -359,7 +361,7 @@ def test_the_ids_are_those_that_were_sampled_and_seen(monkeypatch):
         zero = logits.new_zeros(1)
         return logits.new_tensor([token]).long(), zero, zero, zero
 
-    monkeypatch.setattr(engine, "draw", draw)
+    monkeypatch.setattr(engine.rollout, "draw", draw)
     policy.hf.register_forward_pre_hook(lambda m, a, k: fed.append(k["input_ids"][0].tolist()), with_kwargs=True)
     ((row,),) = policy.sample([dataclasses.replace(PROMPT, meta={**PROMPT.meta, "tools": None})], 1, 1.0, "t")
     prompt, said = row.ids[: row.prompt_length], row.ids[row.prompt_length :]
@@ -371,7 +373,7 @@ def test_the_ids_are_those_that_were_sampled_and_seen(monkeypatch):
     prefills = [ids for ids in fed if len(ids) > 1]
     assert prefills == [prompt, prompt + alone[0] + shown[0], prompt + alone[0] + shown[0] + alone[1] + shown[1]]
     fed.clear()
-    engine.token_logps(policy, policy.hf, [engine.Row(row, 1.0)], 1.0)
+    engine.logps.token_logps(policy, policy.hf, [engine.logps.TrainRow(row, 1.0)], 1.0)
     assert row.ids[:-1] in [ids[: len(row.ids) - 1] for ids in fed]
     assert task.score([row])[0].flags["correct"]
 
@@ -385,7 +387,7 @@ def test_a_reply_that_repeats_the_policy_opens_no_turn(word):
                                    render=lambda m, p, g: tokenizer.apply_chat_template(
                                        m, tokenize=False, add_generation_prompt=g))
     row = dataclasses.replace(talk(block({"name": word, "arguments": {}})), ids=[1, tokenizer.eos_token_id])
-    assert engine.takes_turn(policy, row, True)
+    assert engine.rollout.takes_turn(policy, row, True)
     shown = row.ids[2:]
     assert shown.count(tokenizer.eos_token_id) == 1 and row.mask == [0] * len(shown)
     assert message["content"] in tokenizer.decode(shown)

@@ -13,11 +13,12 @@ from conftest import make_policy
 from test_tool_task import PROMPT, core_args, model
 from test_tool_use import block, call_of
 
-import engine
+import engine.logps
+import engine.rollout
 from data import Prompt, UserError
-from tasks.attention import install_attention
-from tasks.tool_calls import schema
-from tasks.tool_use import ToolTask
+from engine.attention import install_attention
+from tasks.tools.calls import schema
+from tasks.tools.task import ToolTask
 
 FOLDER = Path(__file__).parent / "chat_templates"
 NAMES = ("calculate_math",)
@@ -104,7 +105,7 @@ def scripted(monkeypatch, tokenizer, turns: list[list[int]], template_kwargs=Non
         token, zero = (script.pop(0) if script else 0), logits.new_zeros(1)
         return logits.new_tensor([token]).long(), zero, zero, zero
 
-    monkeypatch.setattr(engine, "draw", draw)
+    monkeypatch.setattr(engine.rollout, "draw", draw)
     inner = policy.hf.base_model
     inner.register_forward_pre_hook(lambda m, a, k: fed.append(k["input_ids"][0].tolist()), with_kwargs=True)
     return policy, task, fed
@@ -131,7 +132,7 @@ def check(policy, task, fed, turns, shown, fast):
             assert saw == row.ids[: len(saw)]
         assert len(saw) >= len(row.ids) - 1
     fed.clear()
-    engine.token_logps(policy, policy.hf, [engine.Row(row, 1.0)], 1.0)
+    engine.logps.token_logps(policy, policy.hf, [engine.logps.TrainRow(row, 1.0)], 1.0)
     assert any(ids[: len(row.ids) - 1] == row.ids[:-1] for ids in fed)  # a padded forward feeds the last one too
     assert task.score([row])[0].flags["correct"] and [turn["role"] for turn in row.turns] == [
         "assistant", "tool", "tool", "assistant", "tool", "assistant"]

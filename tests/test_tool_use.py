@@ -8,9 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tasks.calculator import BOUND
-from tasks.tool_calls import ALIASES, MOST_CALLS, TOOLS, run_call, schema
-from tasks.tool_use import calculate, extract_expressions, parse_tool_calls
+from tasks.tools.calculator import BOUND, calculate, extract_expressions
+from tasks.tools.calls import ALIASES, MOST_CALLS, TOOLS, parse_tool_calls, run_call, schema
 
 ALLOWED = (*TOOLS, *ALIASES)
 FEW = settings(max_examples=60, deadline=None)

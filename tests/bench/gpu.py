@@ -23,11 +23,16 @@ import torch
 import transformers
 from conftest import word_tokenizer
 
-import engine
+import engine.logps
+import engine.rollout
+import harness.flags
+import models.adapters
+import models.optimizer
+import models.policy
 import train_grpo
 from data import Group, Prompt, Score, Task
-from engine import Row, token_logps
-from tasks import engine_choice
+from engine import choice as engine_choice
+from engine.logps import TrainRow, token_logps
 
 SHAPES = {  # hidden, layers, heads, by billions of weights
     "0.001": (64, 2, 4), "0.1": (768, 12, 12), "0.5": (1024, 24, 16), "1.5": (1536, 28, 12)}
@@ -43,13 +48,13 @@ def make_policy(hidden: int, layers: int, heads: int, vocab: int, dtype, device,
         vocab_size=vocab, hidden_size=hidden, intermediate_size=int(hidden * 5.5), num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=8192, initializer_range=0.05,
         tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None)
-    args = train_grpo.resolve_args(["--overlong", "keep", "--lora-alpha", "16", "--beta", "0.04", *flags])[0]
+    args = harness.flags.resolve_args(train_grpo.Args, ["--overlong", "keep", "--lora-alpha", "16", "--beta", "0.04", *flags])[0]
     hf = transformers.AutoModelForCausalLM.from_config(config).to(device=device, dtype=dtype).eval()
-    model = train_grpo.add_adapter(hf, args, "random", None)
+    model = models.adapters.add_lora(hf, args, "random", None)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
-    policy = train_grpo.Policy(args, Task(args), model, hf, word_tokenizer(vocab), torch.device(device), "off")
+    policy = models.policy.Policy(args, Task(args), model, hf, word_tokenizer(vocab), torch.device(device), "off")
     policy.engine = engine_choice.choose_engine(policy, engine, print)
     return policy
 
@@ -84,7 +89,7 @@ def check(device: str) -> bool:
         sampled = [row for group in groups for row in group]
         if expected is None:
             expected = [row.ids for row in sampled]
-            fixed = [Row(row, 1.0) for row in sampled]
+            fixed = [TrainRow(row, 1.0) for row in sampled]
             with torch.no_grad():
                 logp = token_logps(policy, policy.hf, fixed, 1.0)[0]
             grad = gradient(policy, fixed)
@@ -120,7 +125,7 @@ def measure(size: str, way: str, a) -> dict | None:
     policy = make_policy(hidden, layers, heads, a.vocab, dtype, a.device, flags)
     args = policy.args
     budget = engine_choice.measure_budget(policy, engine, print) if a.device == "cuda" else 1536
-    optimizer = train_grpo.Optimizer(policy.model, args)
+    optimizer = models.optimizer.Optimizer(policy.model, args)
     if a.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     words = [[f"w{3 + (31 * i + j) % (a.vocab - 3)}" for j in range(a.prompt)] for i in range(a.prompts)]
@@ -134,7 +139,7 @@ def measure(size: str, way: str, a) -> dict | None:
         train_grpo.set_advantages(groups, args, None)
         rows = train_grpo.rows_to_train(groups, args)
         times["reference"].append(seconds_of(
-            lambda r=rows: train_grpo.anchor(policy, [r], args, 1.0, budget), a.device))
+            lambda r=rows: train_grpo.fill_ref_and_old_logps(policy, [r], args, 1.0, budget), a.device))
         times["update"].append(seconds_of(
             lambda r=rows: train_grpo.gradients(policy, optimizer, r, args, 1.0, budget), a.device))
         optimizer.step(1e-6)

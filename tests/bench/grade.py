@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from tasks.coding import fenced, problems
-from tasks.grading import Grader, Rules
-from tasks.sandbox import Job, Sandbox
+from sandbox.programs import Job, Sandbox
+from tasks.code.grading import Grader, Rules
+from tasks.code.task import fenced, problems
 
 
 def seconds(work) -> float:

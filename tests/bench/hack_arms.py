@@ -13,10 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 
-import train_grpo
+import models.policy
 from data import Group, load_task
-from tasks.coding import rates
-from train_grpo import newest_checkpoint, read_run_config, resolve_args
+from harness.checkpoints import newest_checkpoint
+from harness.flags import resolve_args
+from harness.folder import read_run_config
+from tasks.code.task import rates
+from train_grpo import Args
 
 SAMPLES = 4  # completions a held-out prompt
 SHOWN = ("hack_rate", "true_pass_rate", "other_hack_rate", "genuine_tests_rate", "own_tests_rate")
@@ -36,9 +39,9 @@ def main() -> None:
     print("run", *SHOWN, sep=" | ")
     starts = set()
     for folder in folders:
-        args = resolve_args([], read_run_config(folder)["args"])[0]
+        args = resolve_args(Args, [], read_run_config(folder)["args"])[0]
         task = load_task(args.task)(args)
-        policy = train_grpo.load_policy(args, task, lambda text: None)
+        policy = models.policy.load_policy(args, task, lambda text: None)
         if args.model not in starts:
             starts.add(args.model)
             with torch.no_grad():

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from tasks.nla_data import Meta, read_rows
+from tasks.nla.activations import Meta, read_rows
 
 PROMPT = [{"role": "user", "content": "Explain <concept><INJECT></concept>."}]
 

@@ -18,8 +18,8 @@ from test_task_contract import HOSTILE, core_args, rollout
 
 from data import rng_of
 from rewards import equivalent
-from tasks.math_reasoning import MathTask
-from tasks.self_play import TrigramIndex, jaccard, trigrams
+from tasks.math.questions import TrigramIndex, jaccard, trigrams
+from tasks.math.task import MathTask
 
 
 def grounded_scores(count: int) -> None:

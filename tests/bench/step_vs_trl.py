@@ -50,24 +50,24 @@ def our_policy(a, w):
     import engine
     import train_grpo
     from data import Task
-    from tasks import engine_choice
+    from engine import choice as engine_choice
 
     flags = ["--adapter", "lora" if a.lora else "none", "--beta", str(a.beta), "--group", str(a.group), "--max-new",
              str(a.max_new), "--prompts", str(a.prompts_per_step), "--loss", a.loss, "--lr", str(a.lr), "--overlong",
              "keep", "--lora-r", str(a.lora or 1), "--lora-alpha", str(2 * (a.lora or 1)), "--warmup-steps", "0",
              "--lora-targets", *w.lora_targets]
-    args = train_grpo.resolve_args(flags)[0]
+    args = harness.flags.resolve_args(train_grpo.Args, flags)[0]
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(w.model_dir)
     hf = transformers.AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32).eval()
     model, reference = hf, None
     if a.lora:
-        model, reference = train_grpo.add_adapter(hf, args, w.model_dir, None), "off"
+        model, reference = models.adapters.add_lora(hf, args, w.model_dir, None), "off"
     elif a.beta:
         reference = transformers.AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32)
         reference.requires_grad_(False)
-    policy = train_grpo.Policy(args, Task(args), model, hf, tokenizer, hf.device, reference)
+    policy = models.policy.Policy(args, Task(args), model, hf, tokenizer, hf.device, reference)
     policy.engine = engine_choice.choose_engine(policy, engine, print)
-    return policy, train_grpo.Optimizer(model, args)
+    return policy, models.optimizer.Optimizer(model, args)
 
 
 class Ours:

@@ -22,10 +22,11 @@ import torch
 import transformers
 from conftest import make_args, word_tokenizer
 
-import engine
-import train_grpo
+import engine.logps
+import engine.rollout
+import models.policy
 from data import Prompt, Rollout, Task
-from tasks.engine_choice import choose_engine
+from engine.choice import choose_engine
 
 CHAT = ("{% for m in messages %}{{ m['content'] }} <eos> {% endfor %}{% if add_generation_prompt %}w3 {% endif %}")
 
@@ -54,30 +55,30 @@ def main() -> None:
     args = make_args("--max-turns", str(own.turns), "--max-new", str(own.max_new), "--device", device)
     tokenizer = word_tokenizer(own.vocab)
     tokenizer.chat_template = CHAT
-    policy = train_grpo.Policy(args, Answers(args), model, model, tokenizer, torch.device(device))
+    policy = models.policy.Policy(args, Answers(args), model, model, tokenizer, torch.device(device))
     policy.engine = choose_engine(policy, engine, print)
     policy.stop_ids = list(range(1, own.vocab, 40))  # a turn has 40 tokens on average
     words = [" ".join(f"w{3 + (7 * i + 11 * p) % 900}" for i in range(own.prompt_length)) for p in range(own.prompts)]
     prompts = [Prompt([{"role": "user", "content": text}]) for text in words]
-    decode = engine.decode
+    decode = engine.rollout.decode
 
     def rows() -> list[Rollout]:
         made = [prompts[i * own.prompts // own.rows] for i in range(own.rows)]
         return [Rollout(p, policy.encode(p), [], [], [], [], "", []) for p in made]
 
     def lockstep(some: list[Rollout]) -> None:
-        engine.converse(policy, some, range(len(some)), 1.0, 0)
+        engine.rollout.converse(policy, some, range(len(some)), 1.0, 0)
 
     def anew(some: list[Rollout]) -> None:
-        engine.decode = lambda policy, rows, draws, held: decode(policy, rows, draws, {})
+        engine.rollout.decode = lambda policy, rows, draws, held: decode(policy, rows, draws, {})
         try:
             lockstep(some)
         finally:
-            engine.decode = decode
+            engine.rollout.decode = decode
 
     def one_by_one(some: list[Rollout]) -> None:
         for i, row in enumerate(some):
-            engine.converse(policy, [row], range(i, i + 1), 1.0, 0)
+            engine.rollout.converse(policy, [row], range(i, i + 1), 1.0, 0)
 
     clock, seconds, said = time.perf_counter if device == "cuda" else time.process_time, {}, {}
     with torch.no_grad():

@@ -1,0 +1,419 @@
+"""Rollouts from an inference server: `--engine http --server URL`, for vLLM or SGLang, whose protocols these are:
+
+- vLLM: `/v1/completions` with token ids as the prompt, `return_token_ids` and `logprobs`; `/v1/load_lora_adapter` and
+  `/v1/unload_lora_adapter`, or, for whole weights, `/collective_rpc` (`reload_weights`) and `/reset_prefix_cache`;
+- SGLang: `/generate` with `input_ids` and `return_logprob`; `/load_lora_adapter` and `/unload_lora_adapter`, or
+  `/update_weights_from_disk`.
+
+The log-probabilities of the update come from the local model as ever; the server only samples. Ids go in and come
+back, and no text is tokenised. What a server says is checked: at the start its model against the local one, after
+each reload whether it answers with the new weights, in each reply that ids and log-probabilities belong together.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import dataclasses
+import json
+import math
+import os
+import secrets
+import shutil
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from data import Prompt, Rollout, TrainingFailed, UserError
+
+PAUSES = (0.5, 1, 2, 4, 8)  # seconds before a request is tried again
+TIMEOUT = 600  # seconds for one reply
+MOST_AT_ONCE = 256  # requests in flight
+WRONG_MODEL = 0.3  # nats, mean over the probe's tokens, above which the server has another model
+PROBE = "The capital of France is Paris. 12 + 30 = 42, and 7 * 6 = 42 as well: def add(a, b): return a + b"
+BUSY = (408, 425, 429, 500, 502, 503, 504)
+
+
+class Refused(Exception):
+    """The server answered, and will not do it: its status and what it said."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(f"{status}: {text}" + "; set OPENAI_API_KEY to its key" * (status in (401, 403)))
+        self.status = status
+
+
+@dataclasses.dataclass
+class Sampled:
+    """One completion: ids, their log-probabilities under the distribution that was sampled, whether it ended."""
+
+    ids: list[int]
+    logp: list[float]
+    ended: bool
+
+
+class Server:
+    """A vLLM or SGLang server that samples for a policy. `fail` makes the error of the moment from a sentence."""
+
+    def __init__(self, policy, log):
+        args = policy.args
+        self.url, self.log, self.fail = args.server.rstrip("/").removesuffix("/v1"), log, UserError
+        self.name = self.loaded = ""  # the base model's name there; the adapter's that is in use
+        self.version: int | None = None  # of the weights that it has
+        self.floor, self.trusted = 1e-4, None  # noise of the comparison; local values when they were last seen there
+        self.owned = None if args.server_folder else tempfile.TemporaryDirectory(prefix="grpo-weights-")
+        self.folder = Path(args.server_folder or self.owned.name)
+        self.tag = secrets.token_hex(3)
+        self.adapter = policy.adapter.servers_load_it
+
+    def beside(self) -> Server:
+        """A second one, with an adapter of its own on the same server, for another copy of the policy."""
+        if not self.adapter:
+            raise UserError("--engine http serves one set of whole weights at a time; use --adapter lora, or "
+                            "--async-workers 0")
+        other = copy.copy(self)
+        other.tag, other.loaded, other.version, other.trusted = secrets.token_hex(3), "", None, None
+        return other
+
+    # ---- requests
+    def ask(self, path: str, body: dict | None = None):
+        """The reply to one request, as JSON where it is JSON. Tried again, after PAUSES, where the server is busy or
+        away. Raises Refused for what it will not do, and `fail` where it stays away."""
+        headers = {"Content-Type": "application/json"}
+        if os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+        data = None if body is None else json.dumps(body).encode()
+        reason = ""
+        for pause in (*PAUSES, None):
+            try:
+                request = urllib.request.Request(self.url + path, data, headers)
+                with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
+                    return parse(reply.read())
+            except urllib.error.HTTPError as error:
+                text = message_of(error.read())
+                if error.code not in BUSY:
+                    raise Refused(error.code, text) from None
+                reason = f"HTTP {error.code} {text}"
+            except (OSError, EOFError, ValueError, http_error()) as error:  # refused, reset, timed out, torn
+                reason = str(getattr(error, "reason", None) or error) or type(error).__name__
+            if pause is not None:
+                time.sleep(pause)
+        raise self.fail(f"the server {self.url} does not answer {path} ({reason[:150]}); start it again"
+                        + (" and go on with --resume" if self.fail is TrainingFailed else " or mend --server"))
+
+    def must(self, path: str, body: dict | None, hint: str):
+        """As `ask`, a refusal being the end, with a hint."""
+        try:
+            reply = self.ask(path, body)
+        except Refused as error:
+            raise self.fail(f"the server {self.url} refuses {path} ({error}); {hint}") from None
+        if isinstance(reply, dict) and reply.get("success") is False:
+            said = reply.get("message") or reply.get("error_message")
+            raise self.fail(f"the server {self.url} could not do {path} ({said}); {hint}")
+        return reply
+
+    # ---- the start
+    def connect(self, policy) -> None:
+        """Health, kind, model; then the weights go there and its log-probabilities are compared with the local ones."""
+        self.must("/health", None, "is it an inference server?")
+        models = self.must("/v1/models", None, "--server must be a vLLM or SGLang server")
+        models = [m for m in (models.get("data") if isinstance(models, dict) else None) or [] if isinstance(m, dict)]
+        base = [m for m in models if not m.get("parent")]
+        wanted = policy.args.server_model or (base[0]["id"] if base else "")
+        found = next((m for m in models if m.get("id") == wanted), None)
+        if found is None:
+            raise UserError(f"--server-model {wanted}: the server {self.url} serves "
+                            f"{', '.join(str(m.get('id')) for m in models) or 'no model'}")
+        self.name, self.kind = wanted, SGLang if found.get("owned_by") == "sglang" else VLLM
+        longest = found.get("max_model_len")
+        if isinstance(longest, int) and longest < policy.context:
+            self.log(f"the server's context of {longest} tokens is shorter than the model's and holds")
+            policy.context = longest
+        policy.rollout_tokens = max(policy.rollout_tokens, 1 << 22)  # it makes its own batches
+        self.sync(policy)
+        self.check_temperature(policy)
+        self.fail = TrainingFailed
+        self.log(f"engine http: {self.kind.__name__} at {self.url}, model {self.name}, log-probabilities within "
+                 f"{self.floor:.2g} of the local ones")
+
+    def check_temperature(self, policy) -> None:
+        """What is sampled at a temperature must come with the log-probabilities of that temperature."""
+        args = policy.args
+        temperature = next((t for t in (args.temperature, args.temperature_end) if t > 0 and t != 1.0), 1.0)
+        ids = probe_ids(policy)
+        row = self.sample(policy, ids, 8, temperature, 1)
+        at = {t: local_logps(policy, ids + row.ids, t)[-len(row.ids) :] for t in {temperature, 1.0}}
+        gaps = {t: gap(values, row.logp) for t, values in at.items()}
+        if gaps[temperature] > 2 * self.floor + 1e-3 and gaps[1.0] < 0.5 * gaps[temperature]:
+            raise UserError(f"the server's log-probabilities are not those of --temperature {temperature:g} but of 1; "
+                            f"{self.kind.temperature_hint}")
+        if gaps[temperature] > WRONG_MODEL:
+            raise UserError(f"the log-probabilities that the server {self.url} gives for its tokens are not the "
+                            f"model's (they differ by {gaps[temperature]:.2g} nats); does it serve --model?")
+
+    # ---- weights
+    def sync(self, policy) -> None:
+        """Bring the weights of the policy to the server, unless it has them, and see that it answers with them."""
+        if self.version == policy.version:
+            return
+        name, before, old = f"grpo-{self.tag}-{policy.version}", self.loaded, self.version
+        folder = (self.folder / name).resolve()
+        if self.adapter:
+            policy.adapter.save(folder)
+            self.kind.load_adapter(self, name, str(folder))
+        else:
+            policy.save_merged(folder)
+            self.kind.load_weights(self, str(folder), policy.version)
+        self.loaded = name
+        self.check_weights(policy)
+        self.version = policy.version
+        if before and self.adapter:
+            self.must(self.kind.unload, {"lora_name": before}, "it holds an adapter for each step otherwise")
+        if old is not None:
+            shutil.rmtree(self.folder / f"grpo-{self.tag}-{old}", ignore_errors=True)
+
+    def check_weights(self, policy) -> None:
+        """Compare the log-probabilities of a fixed text there with the local ones.
+
+        A step moves them by less than the two implementations may differ, so the server is held to have the new
+        weights where it is nearer to them than to those that it was last seen with, once these are far enough apart.
+        """
+        ids = probe_ids(policy)
+        there, here = self.kind.prompt_logps(self, ids), local_logps(policy, ids, 1.0)
+        if len(there) != len(here):
+            raise self.fail(f"the server {self.url} gave {len(there)} log-probabilities for {len(here)} tokens")
+        now = gap(here, there)
+        moved = self.trusted is not None and gap(here, self.trusted) > 4 * self.floor
+        if moved and now > gap(self.trusted, there):
+            raise self.fail(f"the server {self.url} did not take up the weights of step {policy.version}: it answers "
+                            f"with older ones; is its prefix cache reset, and does it see {self.folder} "
+                            "(--server-folder)?")
+        if not now < WRONG_MODEL:
+            raise self.fail(f"the server {self.url} does not serve this model: its log-probabilities differ from the "
+                            f"local ones by {now:.2g} nats a token; start it with --model {policy.args.model}")
+        if self.trusted is None:
+            self.floor = max(self.floor, now)
+        if moved or self.trusted is None:
+            self.trusted = here
+
+    # ---- sampling
+    def fill(self, policy, rows: list[Rollout], draws, temperature: float) -> None:
+        """One turn of the rows: what the server samples goes into `draws`. The rows' requests run side by side."""
+        if any(row.prompt.inject is not None for row in rows):
+            raise UserError("--engine http cannot add an activation to the residual stream; use --engine auto")
+        room = draws.room.tolist()
+        seeds = [int(u * 2**31) for u in draws.uniforms[:, 0].tolist()]
+        jobs = [lambda i=i, row=row: self.sample(policy, row.ids, room[i], temperature, seeds[i])
+                for i, row in enumerate(rows) if room[i] > 0]
+        done = iter(side_by_side(jobs))
+        unknown = float("nan")
+        for i in range(len(rows)):
+            if room[i] <= 0:
+                continue
+            got = next(done)
+            n = len(got.ids)
+            draws.tokens[i, :n] = torch.tensor(got.ids)
+            draws.logp[i, :n] = torch.tensor(got.logp)
+            draws.entropy[i, :n] = unknown
+            draws.filtered[i, :n] = unknown if policy.args.top_p < 1 or policy.args.top_k else 0.0
+            draws.length[i], draws.ended[i] = n, got.ended
+
+    def sample(self, policy, ids: list[int], room: int, temperature: float, seed: int) -> Sampled:
+        """One completion of at most `room` tokens."""
+        args = policy.args
+        try:
+            reply = self.ask(*self.kind.request(self, ids, room, temperature, seed, policy.stop_ids, args))
+        except Refused as error:
+            raise self.fail(f"the server {self.url} refuses to sample ({error})") from None
+        try:
+            got = self.kind.read(reply)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self.fail(f"the server {self.url} sent no token ids with their log-probabilities: {error!r}; "
+                            f"{self.kind.ids_hint}") from None
+        vocabulary = policy.hf.get_output_embeddings().weight.shape[0]
+        if not got.ids or len(got.ids) > room or len(got.ids) != len(got.logp):
+            raise self.fail(f"the server {self.url} sent {len(got.ids)} ids and {len(got.logp)} log-probabilities "
+                            f"where at most {room} of each were asked for")
+        if not all(type(token) is int and 0 <= token < vocabulary for token in got.ids):
+            raise self.fail(f"the server {self.url} sent an id outside the vocabulary of {vocabulary}; its tokenizer "
+                            "is not the model's")
+        if not all(isinstance(value, int | float) and math.isfinite(value) and value < 1e-3 for value in got.logp):
+            raise self.fail(f"the server {self.url} sent log-probabilities that are none")
+        return dataclasses.replace(got, ended=got.ended or got.ids[-1] in policy.stop_ids)
+
+
+# ------------------------------------------------------------------------------------------------ the two protocols
+class VLLM:
+    """vLLM's OpenAI-compatible server."""
+
+    unload = "/v1/unload_lora_adapter"
+    ids_hint = "vLLM 0.10.2 or newer has return_token_ids"
+    temperature_hint = "start vLLM with --logprobs-mode processed_logprobs"
+
+    @staticmethod
+    def request(server: Server, ids: list[int], room: int, temperature: float, seed: int, stop: list[int], args
+                ) -> tuple[str, dict]:
+        return "/v1/completions", {
+            "model": server.loaded if server.adapter else server.name, "prompt": ids, "max_tokens": room, "n": 1,
+            "temperature": temperature, "top_p": args.top_p, "top_k": args.top_k or -1, "min_p": 0.0, "seed": seed,
+            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": stop,
+            "ignore_eos": True, "skip_special_tokens": False, "logprobs": 0, "return_token_ids": True,
+            "add_special_tokens": False}
+
+    @staticmethod
+    def read(reply: dict) -> Sampled:
+        (choice,) = reply["choices"]
+        if choice.get("token_ids") is None:
+            raise ValueError("token_ids is missing")
+        return Sampled(list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"]),
+                       choice["finish_reason"] == "stop")
+
+    @staticmethod
+    def prompt_logps(server: Server, ids: list[int]) -> list[float]:
+        """log p of each of the ids but the first."""
+        reply = server.must("/v1/completions", {
+            "model": server.loaded if server.adapter else server.name, "prompt": ids, "max_tokens": 1,
+            "temperature": 1.0, "prompt_logprobs": 1, "add_special_tokens": False}, "it must serve the same model")
+        with reading(server):
+            values = reply["choices"][0]["prompt_logprobs"][1:]
+            return [float(value[str(token)]["logprob"]) for value, token in zip(values, ids[1:], strict=True)]
+
+    @staticmethod
+    def load_adapter(server: Server, name: str, folder: str) -> None:
+        server.must("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder},
+                    "start vLLM with --enable-lora, --max-lora-rank at least --lora-r and "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; it must see --server-folder")
+
+    @staticmethod
+    def load_weights(server: Server, folder: str, version: int) -> None:
+        server.must("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}},
+                    "start vLLM with VLLM_SERVER_DEV_MODE=1; it must see --server-folder; or train a LoRA")
+        server.must("/reset_prefix_cache", {}, "start vLLM with VLLM_SERVER_DEV_MODE=1")
+
+
+class SGLang:
+    """SGLang's native interface."""
+
+    unload = "/unload_lora_adapter"
+    ids_hint = "is it SGLang's own /generate?"
+    temperature_hint = "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+
+    @staticmethod
+    def request(server: Server, ids: list[int], room: int, temperature: float, seed: int, stop: list[int], args
+                ) -> tuple[str, dict]:
+        sampling = {"max_new_tokens": room, "temperature": temperature, "top_p": args.top_p, "top_k": args.top_k or -1,
+                    "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": stop, "skip_special_tokens": False,
+                    "no_stop_trim": True, "sampling_seed": seed}
+        return "/generate", {"input_ids": ids, "sampling_params": sampling, "return_logprob": True,
+                             "logprob_start_len": -1, **({"lora_path": server.loaded} if server.adapter else {})}
+
+    @staticmethod
+    def read(reply: dict) -> Sampled:
+        reply = reply[0] if isinstance(reply, list) else reply
+        meta = reply["meta_info"]
+        if meta["finish_reason"]["type"] not in ("stop", "length"):
+            raise ValueError(f"the request ended by {meta['finish_reason']}")
+        logp, ids = zip(*((entry[0], entry[1]) for entry in meta["output_token_logprobs"]), strict=True)
+        return Sampled(list(ids), list(logp), meta["finish_reason"]["type"] == "stop")
+
+    @staticmethod
+    def prompt_logps(server: Server, ids: list[int]) -> list[float]:
+        reply = server.must("/generate", {
+            "input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True,
+            "logprob_start_len": 0, **({"lora_path": server.loaded} if server.adapter else {})},
+            "it must serve the same model")
+        with reading(server):
+            entries = reply["meta_info"]["input_token_logprobs"][1:]
+            if [entry[1] for entry in entries] != ids[1:]:
+                raise ValueError("other ids than those that were sent")
+            return [float(entry[0]) for entry in entries]
+
+    @staticmethod
+    def load_adapter(server: Server, name: str, folder: str) -> None:
+        server.must("/load_lora_adapter", {"lora_name": name, "lora_path": folder},
+                    "start SGLang with --enable-lora, --max-lora-rank at least --lora-r and --lora-target-modules "
+                    "all; it must see --server-folder")
+
+    @staticmethod
+    def load_weights(server: Server, folder: str, version: int) -> None:
+        server.must("/update_weights_from_disk", {"model_path": folder, "weight_version": str(version),
+                                                  "flush_cache": True}, "it must see --server-folder")
+
+
+# ------------------------------------------------------------------------------------------------ small parts
+class reading:  # noqa: N801 - a context manager that reads as a verb
+    """Within: a reply that lacks what it must hold is an error in one sentence."""
+
+    def __init__(self, server: Server):
+        self.server = server
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, KeyError | IndexError | TypeError | ValueError):
+            raise self.server.fail(f"the server {self.server.url} gives no log-probabilities of a prompt: {error!r}"
+                                   ) from None
+
+
+def http_error() -> type[Exception]:
+    """What http.client raises where a reply breaks off."""
+    import http.client
+
+    return http.client.HTTPException
+
+
+def parse(data: bytes):
+    """The reply as JSON, or as text where it is a plain acknowledgement; a torn JSON reply is a ValueError."""
+    text = data.decode("utf-8", "replace").strip()
+    return json.loads(text) if text[:1] in ("{", "[") else text
+
+
+def message_of(data: bytes) -> str:
+    """What a server says of an error, short."""
+    text = data.decode("utf-8", "replace")
+    try:
+        said = json.loads(text)
+        said = said.get("error", said)
+        text = said.get("message") or said.get("detail", said) if isinstance(said, dict) else said
+    except (ValueError, AttributeError):
+        pass
+    return " ".join(str(text).split())[:200]
+
+
+def side_by_side(jobs: list[Callable]) -> list:
+    """The results of all jobs, in order, run in threads; the first failure ends the rest."""
+    if not jobs:
+        return []
+    with concurrent.futures.ThreadPoolExecutor(min(MOST_AT_ONCE, len(jobs))) as pool:
+        futures = [pool.submit(job) for job in jobs]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def probe_ids(policy) -> list[int]:
+    ids = policy.tokenizer.encode(PROBE, add_special_tokens=False)[:64]
+    vocabulary = min(policy.hf.get_output_embeddings().weight.shape[0], len(policy.tokenizer))
+    return ids if len(set(ids)) > 4 else [1 + (7 * i) % (vocabulary - 1) for i in range(16)]
+
+
+@torch.no_grad()
+def local_logps(policy, ids: list[int], temperature: float) -> list[float]:
+    """log p of each of the ids but the first under the local policy."""
+    policy.task.on_forward([Prompt("")])
+    logits = policy.hf(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits[0, :-1]
+    policy.task.on_forward([])
+    logp = (logits.float() / temperature).log_softmax(-1)
+    return logp.gather(-1, torch.tensor(ids[1:], device=policy.device)[:, None])[:, 0].tolist()
+
+
+def gap(a: list[float], b: list[float]) -> float:
+    """Mean absolute difference."""
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / max(1, len(a))

@@ -1,0 +1,35 @@
+"""The commands of task `nla`: `python -m tasks.nla prepare|sft|reconstruct …`, see tasks/nla/prepare.py and warm.py."""
+
+import sys
+
+import transformers
+
+from data import UserError
+from tasks.nla import prepare, warm
+
+USAGE = "usage: python -m tasks.nla prepare|sft|reconstruct [--help] …"
+
+
+def main(argv: list[str]) -> None:
+    transformers.logging.set_verbosity_error()  # the reconstructor leaves weights of its base out on purpose
+    command = argv[0] if argv else ""
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return
+    if command not in ("prepare", "sft", "reconstruct"):
+        print(USAGE, file=sys.stderr)
+        sys.exit(2)
+    try:
+        if command == "prepare":
+            prepare.prepare_command(prepare.read_flags(argv[1:]))
+        elif command == "sft":
+            warm.verbalizer_command(warm.read_flags(command, argv[1:]))
+        else:
+            warm.reconstructor_command(warm.read_flags(command, argv[1:]))
+    except UserError as error:
+        print("error:", error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
