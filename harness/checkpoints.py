@@ -185,9 +185,15 @@ class Saver:
         self.whole = False
 
     def save(self, pauses: tuple[float, ...] = ()) -> str:
-        """Write a checkpoint; "" or why it could not be written."""
-        return try_to_save(self.run, f"a checkpoint of step {self.state.step}",
-                           lambda: save_checkpoint(self.run, self.policy, self.optimizer, self.state, self.args), pauses)
+        """Write a checkpoint; "" or why it could not be written, tried again after each of `pauses` (seconds)."""
+        def write() -> None:
+            save_checkpoint(self.run, self.policy, self.optimizer, self.state, self.args)
+
+        return try_to_save(self.run, f"a checkpoint of step {self.state.step}", write, pauses)
+
+    def save_at_the_end(self) -> str:
+        """As `save`, with patience: there is no later one."""
+        return self.save(SAVE_PAUSES)
 
     def save_if_due(self, last: bool) -> None:
         """Every --save-every steps; the last step's is written at the end. What could not be saved is due again."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import plot_run
 from data import TrainingFailed, UserError
-from harness.checkpoints import SAVE_PAUSES, Saver, best_saved
+from harness.checkpoints import Saver, best_saved
 from harness.files import strict_json
 from harness.folder import Run
 
@@ -87,7 +87,7 @@ def until_the_end(run: Run, saver: Saver, stop: Stop, queue, steps: int) -> Iter
         if queue:
             queue.close()
     if saver.whole and run.folder.is_dir():
-        reason = saver.save(SAVE_PAUSES)
+        reason = saver.save_at_the_end()
         if reason:
             ending.code = 3
             ending.status = f"failed: the run could not be saved ({reason}), it was {ending.status}"

@@ -41,6 +41,7 @@ import engine.rollout
 import harness.checkpoints
 import harness.stop
 import models.optimizer
+import models.policy
 import plot_run
 import train_grpo
 
@@ -150,9 +151,11 @@ def watch(events: Events) -> None:
     for name in ("unlink", "rmdir"):
         before(os, name)
     before(torch, "save", after=True)
-    before(train_grpo, "save_model", after=True)
-    for name in "load_policy load_checkpoint run_evaluation set_advantages judge step_metrics rollout finish".split():
+    before(models.policy.Policy, "save", after=True)
+    for name in "load_policy load_checkpoint evaluate_and_log set_advantages judge step_metrics".split():
         before(train_grpo, name, after=True)
+    before(models.policy, "rollout", after=True)
+    before(harness.stop, "finish", after=True)
     before(engine.rollout.Draws, "add")
     before(train_grpo, "micro_loss", after=True)
     before(models.optimizer.Optimizer, "step", after=True)

@@ -22,6 +22,7 @@ from test_run_folder import after_step, flip, in_a_fork, own_task, same_log, wit
 
 import engine.logps
 import harness.checkpoints
+import harness.scoring
 import models.policy
 import plot_run
 import train_grpo
@@ -130,7 +131,7 @@ def test_a_checkpoint_that_could_not_be_saved_is_due_again_and_the_last_one_deci
         return real(value, path, *given, **named)
 
     monkeypatch.setattr(torch, "save", save)
-    monkeypatch.setattr(train_grpo, "SAVE_PAUSES", (0, 0))
+    monkeypatch.setattr(harness.checkpoints, "SAVE_PAUSES", (0, 0))
     for limit, code in ((1, 0), (10**6, 3)):
         refused.clear()
         ended = command(*whole[1], "--out", tmp_path, "--name", f"a{limit}")
@@ -187,8 +188,8 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(words, command, copy, m
 
 def test_too_little_room_is_said_at_the_start_and_refuses_a_checkpoint_before_it_is_begun(words, command, tmp_path,
                                                                                          monkeypatch):
-    monkeypatch.setattr(train_grpo.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 1000))
-    monkeypatch.setattr(train_grpo, "SAVE_PAUSES", ())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 1000))
+    monkeypatch.setattr(harness.checkpoints, "SAVE_PAUSES", ())
     ended = command(*words.flags, "--no-eval", "--out", tmp_path, "--name", "a")
     assert ended.code == 3 and "--keep-last" in ended.out and "No space left" in ended.out
 
@@ -345,11 +346,9 @@ def test_a_signal_while_the_libraries_load_ends_without_a_traceback(words, tmp_p
 
 
 def test_a_scorer_that_hangs_is_saved_by_one_signal_and_ended_by_the_next(words, tmp_path):
-    import eval as evaluation
-
     def work():
-        real = evaluation.noticed
-        evaluation.noticed = lambda _: real(0.2)
+        real = harness.scoring.noticed
+        harness.scoring.noticed = lambda _: real(0.2)
 
     body = ("def score(self, rollouts):\n    if self.seen >= 6:\n        import os, signal, time\n"
             "        time.sleep(0.5)\n        os.kill(os.getpid(), signal.SIGINT)\n        while True:\n"
@@ -496,10 +495,10 @@ def test_evaluation_prints_its_config_and_never_writes_over_a_runs_log(whole, co
     import eval as evaluation
 
     monkeypatch.chdir(whole[0])
-    done = command("--model", whole[0], "--print-config", main=evaluation.main)
+    done = command("--model", whole[0], "--print-config", main=lambda argv: evaluation.main(train_grpo.Args, argv))
     assert done.code == 0 and "group = 4" in done.out
     before = (whole[0] / "eval.jsonl").read_bytes()
-    done = command("--model", whole[0], main=evaluation.main)
+    done = command("--model", whole[0], main=lambda argv: evaluation.main(train_grpo.Args, argv))
     assert done.code == 2 and "a run's own log" in done.err
     assert (whole[0] / "eval.jsonl").read_bytes() == before
 

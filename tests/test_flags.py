@@ -308,7 +308,7 @@ def test_help_lists_every_flag_with_a_line_of_help(capsys, task):
         train_grpo.main(["--task", task, "--help"])
     text = "".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
-    cls = harness.flags.args_class(task)
+    cls = harness.flags.args_class(train_grpo.Args, task)
     notes = comments(cls)
     for field in dataclasses.fields(cls):
         assert f"--{field.name.replace('_', '-')}" in text
@@ -402,7 +402,7 @@ def test_a_preset_says_what_it_is_under_an_overlay(tmp_path):
     other_way, *_ = harness.flags.resolve_args(train_grpo.Args, ["--preset", "smoke", str(own)])
     assert (other_way.steps, other_way.limit) == (300, 0)
     own.write_text("[smok]\nsteps = 7\n")
-    with pytest.raises(train_grpo.UserError, match=r"unknown table \[smok\]"):
+    with pytest.raises(UserError, match=r"unknown table \[smok\]"):
         harness.flags.resolve_args(train_grpo.Args, ["--preset", str(own)])
 
 

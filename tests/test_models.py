@@ -277,7 +277,7 @@ def test_a_saved_model_is_loaded_as_it_was(base, sft, tmp_path, start):
     from_adapter, adapter = STARTS[start]
     policy = load(sft if from_adapter else base, "--lr", "0.01", "--warmup-steps", "0", adapter=adapter)
     run_update(policy)
-    train_grpo.save_model(policy, tmp_path / "saved")
+    policy.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "adapter_config.json").exists() == (adapter == "lora")
     assert not (tmp_path / "saved" / "reference").exists()
     again = load(tmp_path / "saved", adapter=adapter)
@@ -293,7 +293,7 @@ def test_a_checkpoint_restores_weights_and_optimizer_but_never_the_anchor(base, 
     policy = load(folder, *flags, adapter=adapter)
     optimizer = models.optimizer.Optimizer(policy.model, policy.args)
     run_update(policy, 1, optimizer)
-    train_grpo.save_model(policy, tmp_path)
+    policy.save(tmp_path)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     (tmp_path / "state.json").write_text(json.dumps({"step": 1, "task": policy.task.state_dict()}))
     expected = run_update(policy, 2, optimizer)

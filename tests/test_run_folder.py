@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import dataclasses
 import gc
 import io
 import itertools
@@ -10,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -61,14 +63,14 @@ def same_log(a: Path, b: Path) -> None:
 
 def after_step(monkeypatch, step: int, act) -> None:
     """Calls `act` when the row of a step has been written."""
-    log = harness.folder.Run.log
+    log = harness.folder.Run.write_row
 
     def watched(self, row):
         log(self, row)
         if row["step"] == step:
             act()
 
-    monkeypatch.setattr(harness.folder.Run, "log", watched)
+    monkeypatch.setattr(harness.folder.Run, "write_row", watched)
 
 
 def within_step(monkeypatch, step: int, act) -> None:
@@ -154,8 +156,8 @@ def test_columns_of_the_specification_are_there(done):
 def test_the_header_is_written_before_the_first_row(words, command, tmp_path, monkeypatch):
     after_step(monkeypatch, 1, raise_killed)
     seen = []
-    log = harness.folder.Run.log
-    monkeypatch.setattr(harness.folder.Run, "log", lambda self, row: (seen.append(self.csv_path.read_text()),
+    log = harness.folder.Run.write_row
+    monkeypatch.setattr(harness.folder.Run, "write_row", lambda self, row: (seen.append(self.csv_path.read_text()),
                                                                   log(self, row)))
     with pytest.raises(Killed):
         command(*words.flags, "--out", tmp_path, "--name", "a")
@@ -330,7 +332,7 @@ def test_runs_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkey
 
     def create():
         barrier.wait()
-        made.append(harness.folder.Run.create(args, Task(args), {}, False).folder)
+        made.append(harness.folder.Run.create(args, Task(args), ["step"], {}, False, print).folder)
 
     threads = [threading.Thread(target=create) for _ in range(8)]
     for thread in threads:
@@ -358,7 +360,7 @@ def test_each_step_can_be_read_as_soon_as_it_ends(words, command, tmp_path, monk
         seen.append((text.splitlines()[-1].split(",")[0], json.loads(lines.splitlines()[-1])["step"]))
 
     line = harness.console.console_line
-    monkeypatch.setattr(train_grpo, "console_line", lambda *given: (look(), line(*given))[1])
+    monkeypatch.setattr(harness.folder, "console_line", lambda *given: (look(), line(*given))[1])
     assert command(*words.flags, "--steps", "3", "--out", tmp_path, "--name", "a").code == 0
     assert seen == [("1", 1), ("2", 2), ("3", 3)]
 
@@ -505,7 +507,7 @@ def test_logs_cut_anywhere_are_whole_lines_after_a_resume(done, tmp_path_factory
     if not (folder / "metrics.csv").read_bytes().startswith(header):
         return  # a checkpoint is never older than the header
     args, task = args_and_task(done)
-    harness.folder.Run(folder, task, args).forget_after(2)
+    harness.folder.Run(folder, task, [], print).forget_after(2)
     assert [row["step"] for row in read_csv(folder)] in ([], ["1"], ["1", "2"])
     for name in ("metrics.jsonl", "eval.jsonl"):
         steps = [row["step"] for row in read_jsonl(folder / name)]
@@ -596,7 +598,7 @@ def test_one_signal_finishes_the_phase_saves_and_ends(words, command, tmp_path, 
 
 def test_a_signal_before_the_first_step_leaves_a_run_that_can_be_resumed(words, command, tmp_path, monkeypatch):
     evaluation = train_grpo.evaluate_and_log
-    monkeypatch.setattr(train_grpo, "run_evaluation", lambda *given: (send(signal.SIGINT)(), evaluation(*given))[1])
+    monkeypatch.setattr(train_grpo, "evaluate_and_log", lambda *given: (send(signal.SIGINT)(), evaluation(*given))[1])
     assert command(*words.flags, "--out", tmp_path, "--name", "a").code == 130
     monkeypatch.undo()
     assert command("--resume", tmp_path / "a").code == 0
@@ -625,7 +627,7 @@ def test_a_second_signal_while_saving_ends_at_once_and_the_earlier_checkpoint_is
     def work():
         patch = pytest.MonkeyPatch()
         within_step(patch, 4, send(first))
-        save = train_grpo.save_model
+        save = models.policy.Policy.save
 
         def saving(policy, folder):
             save(policy, folder)
@@ -633,7 +635,7 @@ def test_a_second_signal_while_saving_ends_at_once_and_the_earlier_checkpoint_is
                 send(second)()
                 time.sleep(30)
 
-        patch.setattr(train_grpo, "save_model", saving)
+        patch.setattr(models.policy.Policy, "save", saving)
         train_grpo.main([*words.flags, "--steps", "9", "--save-every", "2", "--out", str(tmp_path), "--name", "a"])
 
     started = time.monotonic()
@@ -683,12 +685,13 @@ def saver(words, done):
     args, *_ = harness.flags.resolve_args(train_grpo.Args, [], config)
     policy = models.policy.load_policy(args, load_task(args.task)(args))
     optimizer = models.optimizer.Optimizer(policy.model, args)
-    state = harness.checkpoints.load_checkpoint(policy, optimizer, done / "checkpoints" / "step_3")
+    state = train_grpo.State(train_grpo.BetaControl(args.beta), {}, 8192)
+    state.load(harness.checkpoints.load_checkpoint(policy, optimizer, done / "checkpoints" / "step_3"))
 
     def save(folder, step, keep_last=2):
-        run = harness.folder.Run(folder, policy.task, args)
-        harness.checkpoints.save_checkpoint(run, policy, optimizer, {**state, "step": step},
-                                   train_grpo.dataclasses.replace(args, keep_last=keep_last))
+        run = harness.folder.Run(folder, policy.task, [], print)
+        harness.checkpoints.save_checkpoint(run, policy, optimizer, dataclasses.replace(state, step=step),
+                                            dataclasses.replace(args, keep_last=keep_last))
 
     return save
 
@@ -713,7 +716,7 @@ def die_at(number: int) -> None:
 
 
 def test_a_process_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(saver, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_grpo, "save_model", lambda _, folder: (folder / "weights").write_text("1"))
+    monkeypatch.setattr(models.policy.Policy, "save", lambda _, folder: (folder / "weights").write_text("1"))
     finished = False
     for number in range(1, 200):
         folder = tmp_path / f"killed-{number}"
@@ -838,7 +841,7 @@ def test_rewards_without_spread_end_the_run_early(words, command, tmp_path):
 def test_a_dry_run_leaves_nothing_behind(words, command, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     (tmp_path / "here").mkdir()
-    monkeypatch.setattr(train_grpo.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.chdir(tmp_path / "here")
     ended = command(*words.flags, "--name", "a", "--dry-run")
     assert ended.code == 0 and "step 1/1" in ended.out

@@ -530,9 +530,9 @@ def failing(monkeypatch, fail, error=torch.OutOfMemoryError):
     """micro_loss that runs out of memory where `fail(number of the call, rows)` says so, after a forward."""
     inner, calls = train_grpo.micro_loss, []
 
-    def spy(policy, batch, args, temperature, sums):
+    def spy(policy, batch, args, beta, temperature, sums):
         calls.append(len(batch))
-        loss = inner(policy, batch, args, temperature, sums)
+        loss = inner(policy, batch, args, beta, temperature, sums)
         if fail(len(calls), len(batch)):
             raise error("out of memory")
         return loss
