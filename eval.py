@@ -35,6 +35,7 @@ from rewards import equivalent
 ALL = 10**9  # --eval-size where every prompt is wanted
 
 Sample = Callable[[list[Prompt], int, float, str], list[list[Rollout]]]
+Metrics = dict[str, float | None]
 
 
 # ---- metrics
@@ -48,7 +49,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
     if n - c < k:
         return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+    all_wrong = math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+    return 1.0 - all_wrong
 
 
 def majority(answers: list[str | None], correct: list[bool]) -> bool:
@@ -77,7 +79,7 @@ def mean(values) -> float | None:
 
 
 def evaluate(task: Task, sample: Sample, prompts: list[Prompt], k: int = 0, temperature: float = 0.8
-             ) -> tuple[dict[str, float | None], list[dict], list[Group]]:
+             ) -> tuple[Metrics, list[dict], list[Group]]:
     """Metrics, one record a prompt, and the greedy groups (one rollout each).
 
     `sample(prompts, n, temperature, key)` gives n rollouts a prompt; temperature 0 is greedy, `key` names the purpose
@@ -89,7 +91,8 @@ def evaluate(task: Task, sample: Sample, prompts: list[Prompt], k: int = 0, temp
     greedy = judge(task, sample(prompts, 1, 0.0, "eval-greedy"))
     records = [_record(i, group) | task.eval_fields(i, group) for i, group in enumerate(greedy)]
     if k > 0:
-        for record, group in zip(records, judge(task, sample(prompts, k, temperature, "eval-k")), strict=True):
+        sampled = judge(task, sample(prompts, k, temperature, "eval-k"))
+        for record, group in zip(records, sampled, strict=True):
             record["texts"] = [rollout.text for rollout in group.rollouts]
             record["answers"] = [score.flags.get("answer") for score in group.scores]
             record["answers_correct"] = [_verdict(score) for score in group.scores]
@@ -97,21 +100,44 @@ def evaluate(task: Task, sample: Sample, prompts: list[Prompt], k: int = 0, temp
 
 
 def _verdict(score: Score) -> bool | None:
+    """Whether a completion is right, None where nobody can say."""
     correct = score.flags.get("correct")
-    return None if correct is None or score.reward is None else bool(correct)
+    if correct is None or score.reward is None:
+        return None
+    return bool(correct)
+
+
+def _question(prompt: Prompt) -> str | None:
+    """The text of a prompt, or its last user message."""
+    if isinstance(prompt.messages, str):
+        return prompt.messages
+    for message in reversed(prompt.messages):
+        if message["role"] == "user":
+            return message["content"]
+    return None
 
 
 def _record(index: int, group: Group) -> dict[str, Any]:
-    messages, score = group.prompt.messages, group.scores[0]
-    question = messages if isinstance(messages, str) else next(
-        (message["content"] for message in reversed(messages) if message["role"] == "user"), None)
-    return {"index": index, "question": question, "gold": group.prompt.gold, "text": group.rollouts[0].text,
-            "answer": score.flags.get("answer"), "correct": _verdict(score), "reward": score.reward,
-            "parts": score.parts, "stop": group.rollouts[0].stop}
+    """The line of eval.jsonl of one held-out prompt, from its greedy rollout."""
+    rollout = group.rollouts[0]
+    score = group.scores[0]
+    return {
+        "index": index,
+        "question": _question(group.prompt),
+        "gold": group.prompt.gold,
+        "text": rollout.text,
+        "answer": score.flags.get("answer"),
+        "correct": _verdict(score),
+        "reward": score.reward,
+        "parts": score.parts,
+        "stop": rollout.stop,
+    }
 
 
-def _metrics(task: Task, greedy: list[Group], records: list[dict], k: int) -> dict[str, float | None]:
-    rollouts, scores = [g.rollouts[0] for g in greedy], [g.scores[0] for g in greedy]
+def _metrics(task: Task, greedy: list[Group], records: list[dict], k: int) -> Metrics:
+    """The metrics of an evaluation, from its greedy groups and its records; pass@k and maj@k are None for k = 0."""
+    rollouts = [group.rollouts[0] for group in greedy]
+    scores = [group.scores[0] for group in greedy]
     metrics = {
         "reward": mean(score.reward for score in scores),
         "accuracy": mean(record["correct"] for record in records),
@@ -122,19 +148,31 @@ def _metrics(task: Task, greedy: list[Group], records: list[dict], k: int) -> di
         "n": len(greedy),
         "unscorable": sum(score.reward is None for score in scores),
     }
-    metrics |= {f"part_{name}": mean(score.parts.get(name) for score in scores) for name in task.parts}
-    return metrics | {name: mean([value]) for name, value in task.observe_eval(greedy).items()}
+    for name in task.parts:
+        metrics[f"part_{name}"] = mean(score.parts.get(name) for score in scores)
+    for name, value in task.observe_eval(greedy).items():
+        metrics[name] = mean([value])  # None where it is not finite
+    return metrics
 
 
 def pass_curve(records: list[dict], ks: list[int]) -> list[float | None]:
     """pass@k for each of `ks`, over the prompts; samples without a verdict do not count."""
-    verdicts = [[v for v in record["answers_correct"] if v is not None] for record in records]
-    return [mean(pass_at_k(len(v), sum(v), min(k, len(v))) for v in verdicts if v) for k in ks]
+    counts = []  # (samples, right ones) of each prompt
+    for record in records:
+        verdicts = [verdict for verdict in record["answers_correct"] if verdict is not None]
+        if verdicts:
+            counts.append((len(verdicts), sum(verdicts)))
+    return [mean(pass_at_k(n, c, min(k, n)) for n, c in counts) for k in ks]
 
 
 def _majority_of(record: dict) -> bool | None:
-    known = [(a, v) for a, v in zip(record["answers"], record["answers_correct"], strict=True) if v is not None]
-    return majority([a for a, _ in known], [v for _, v in known]) if known else None
+    """maj@k of one prompt: whether the majority of its samples with a verdict is right, None where there is none."""
+    answers, verdicts = [], []
+    for answer, verdict in zip(record["answers"], record["answers_correct"], strict=True):
+        if verdict is not None:
+            answers.append(answer)
+            verdicts.append(verdict)
+    return majority(answers, verdicts) if verdicts else None
 
 
 # ---- the command
@@ -196,7 +234,7 @@ def resolve(core: type, own: argparse.Namespace, rest: list[str]):
     return args, sources, command
 
 
-def print_table(metrics: dict[str, float | None], records: list[dict], k: int, seconds: float) -> None:
+def print_table(metrics: Metrics, records: list[dict], k: int, seconds: float) -> None:
     rows = {"accuracy": metrics["accuracy"]}
     if k:
         ks = [*(2**i for i in range(k.bit_length()) if 2**i < k), k]
