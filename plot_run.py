@@ -13,17 +13,18 @@ import math
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot: no display, no global state, nothing to close
 from matplotlib.ticker import MaxNLocator
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888"]  # Okabe and Ito
-DASHES = ["-", "--", "-.", ":"]  # the ninth line is the first colour again, dashed
+LOOKS = [(colour, dash) for dash in ("-", "--", "-.", ":") for colour in COLOURS]  # the ninth line is dashed
 STYLE = {
     "font.size": 10, "legend.fontsize": 9, "xtick.labelsize": 9, "ytick.labelsize": 9, "axes.formatter.limits": (-6, 6),
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555", "axes.axisbelow": True,
@@ -32,6 +33,7 @@ STYLE = {
 }  # fmt: skip
 LABELS = {"kl": "KL to reference", "eval_pass_at_k": "eval pass@k", "eval_maj_at_k": "eval maj@k"}
 COMPARED = "reward_mean,accuracy,eval_accuracy,kl,entropy,length_mean".split(",")
+FORMATS = (".png", ".pdf", ".svg", ".jpg")
 
 
 class Panel(NamedTuple):
@@ -45,28 +47,46 @@ class Panel(NamedTuple):
 
 PANELS = {
     "reward": Panel("reward", {"reward_mean": "train mean", "eval_reward": "eval"}),
-    "accuracy": Panel("accuracy", {"accuracy": "train", "eval_accuracy": "eval greedy", "eval_pass_at_k": "pass@k",
-                                   "eval_maj_at_k": "maj@k"}),
+    "accuracy": Panel("accuracy", {
+        "accuracy": "train", "eval_accuracy": "eval greedy", "eval_pass_at_k": "pass@k", "eval_maj_at_k": "maj@k"}),
     "parts": Panel("mean reward part", {}),  # its columns are the run's own
     "loss": Panel("loss", {"loss": "loss", "policy_loss": "policy loss"}),
     "kl": Panel("KL to reference", {"kl": "KL"}),
     "entropy": Panel("entropy (nats)", {"entropy": "entropy"}),
     "length": Panel("completion tokens", {"length_mean": "mean", "length_max": "longest"}),
     "truncated": Panel("truncated share", {"truncated_share": "truncated"}),
-    "groups": Panel("groups", {f"groups_{name}": name for name in ("used", "constant", "dropped")}, stacked=True),
+    "groups": Panel("groups", {
+        "groups_used": "used", "groups_constant": "constant", "groups_dropped": "dropped"}, stacked=True),
     "clip": Panel("share of tokens clipped", {"clip_low_share": "low", "clip_high_share": "high"}),
     "norm": Panel("gradient norm", {"grad_norm": "norm"}),
-    "seconds": Panel("seconds per step", {f"seconds_{name}": name for name in ("rollout", "score", "update", "eval")},
-                     stacked=True),
+    "seconds": Panel("seconds per step", {
+        "seconds_rollout": "rollout", "seconds_score": "score", "seconds_update": "update", "seconds_eval": "eval",
+    }, stacked=True),
 }  # fmt: skip
-FACTORS = {"eval_fve": 100, "eval_hallucinations": 10, "eval_capture_rate": 100, "eval_clean_rate": 100}  # one scale
 CAPABILITY = Panel("capability vs faithfulness", {
-    name: f"{name[5:].replace('_', ' ')} × {factor}" for name, factor in FACTORS.items()}, factors=FACTORS)
+    "eval_fve": "fve × 100",
+    "eval_hallucinations": "hallucinations × 10",
+    "eval_capture_rate": "capture rate × 100",
+    "eval_clean_rate": "clean rate × 100",
+}, factors={"eval_fve": 100, "eval_hallucinations": 10, "eval_capture_rate": 100, "eval_clean_rate": 100})  # one scale
+JUDGED = ["eval_hallucinations", "eval_capture_rate", "eval_clean_rate"]
 # The columns of the trainer; any other is its task's own and goes to task.png.
-KNOWN = {column for panel in PANELS.values() for column in panel.columns} | set(
+KNOWN = set(
     "step time tokens tokens_total reward_std reward_min reward_max reward_std_group groups_sampled unscorable logp_gap"
     " ratio_mean ratio_max lr beta temperature advantage_mean advantage_std skipped_updates filtered_mass"
     " tokens_per_second peak_memory_gb".split())  # fmt: skip
+for panel in PANELS.values():
+    KNOWN.update(panel.columns)
+
+Column = list[float | None]  # None: a gap
+
+
+class Series(NamedTuple):
+    """One metric as it is drawn: steps, values (NaN in a gap), and the places whose value has no neighbour."""
+
+    steps: list[float]
+    values: list[float]
+    alone: list[int]
 
 
 @dataclass
@@ -75,170 +95,275 @@ class Run:
     of the last one's answers: title, x_label, x, and y by name for `points` and for `lines`."""
 
     name: str
-    columns: dict[str, list[float | None]]
-    evals: dict[str, tuple[list[float], list[float | None]]]
-    curves: list[dict] = field(default_factory=list)
-    phases: dict[float, str] = field(default_factory=dict)  # step -> what begins there, of a run that has a `phase`
+    columns: dict[str, Column]
+    evals: dict[str, tuple[Column, Column]]
+    curves: list[dict]
+    phases: dict[float, str]  # step -> what begins there, of a run that has a `phase`
 
-    def series(self, metric: str) -> tuple[list[float], list[float], list[int]]:
-        """Steps, values (NaN in a gap), and where a value has no neighbour; empty lists where there is no value.
-        What is measured now and then comes without the blanks between, and every place of it is in the third list."""
-        steps, values = self.evals.get(metric) or (self.columns["step"], self.columns.get(metric, []))
+    def series(self, metric: str) -> Series:
+        """Series of a metric, empty where it has no value. What is measured now and then comes without the blanks
+        between, and every place of it is alone."""
+        steps = self.columns["step"]
+        values = self.columns.get(metric, [])
+        if metric in self.evals:
+            steps, values = self.evals[metric]
         there = {i: y for i, y in enumerate(values) if y is not None}
         alone = [i for i in there if i - 1 not in there and i + 1 not in there]
         if metric.startswith("eval_") or len(alone) == len(there):
-            return [steps[i] for i in there], list(there.values()), list(range(len(there)))
-        return steps, [there.get(i, math.nan) for i in range(len(steps))], alone
+            return Series([steps[i] for i in there], list(there.values()), list(range(len(there))))
+        return Series(steps, with_gaps(values), alone)
+
+    def has(self, *metrics: str) -> bool:
+        """Whether one of the metrics has a value."""
+        return any(self.series(metric).steps for metric in metrics)
 
 
 def number(value: object) -> float | None:
     """A finite float, or None for anything else: a blank, text, NaN, and 1e100 and more, which no axis can hold."""
     with suppress(TypeError, ValueError, OverflowError):
-        return float(value) if abs(float(value)) < 1e100 else None
+        if abs(float(value)) < 1e100:
+            return float(value)
+    return None
+
+
+def with_gaps(values: Column) -> list[float]:
+    """The values with NaN in place of None."""
+    return np.array(values, float).tolist()
 
 
 def read_rows(path: Path) -> tuple[list[str], dict[float, dict[str, str]]]:
     """Header and rows by step of a metrics.csv. A line without its newline is still being written and is left out."""
     lines = path.read_text("utf-8", errors="replace").split("\n")[:-1]
-    header, *rows = [next(csv.reader([line]), []) for line in lines] or [[]]  # a torn quote swallows no line after it
+    rows = [next(csv.reader([line]), []) for line in lines]  # a torn quote swallows no line after it
+    header = rows[0] if rows else []
     by_step = {}
-    for i, row in enumerate(rows, start=1):
-        values = {"step": str(i)} | dict(zip(header, row, strict=False))
-        if len(row) == len(header) and (step := number(values["step"])) is not None:
-            by_step[step] = values  # a resumed run writes a step again: its last row counts
+    for i, row in enumerate(rows[1:], start=1):
+        if len(row) != len(header):
+            continue
+        values = {"step": str(i)} | dict(zip(header, row, strict=True))
+        by_step[number(values["step"])] = values  # a resumed run writes a step again: its last row counts
+    by_step.pop(None, None)
     return header, dict(sorted(by_step.items()))
 
 
 def read_records(path: Path) -> list[dict]:
     """The records of an eval.jsonl in the order of their steps; a torn line is left out."""
     by_step = {}
-    for line in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
+    lines = path.read_text("utf-8", errors="replace").split("\n") if path.exists() else []
+    for line in lines:
         with suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
             by_step[number(record["step"])] = record
-    return [by_step[step] for step in sorted(by_step.keys() - {None})]
+    by_step.pop(None, None)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def read_evals(records: list[dict]) -> dict[str, tuple[Column, Column]]:
+    """Steps and values of each metric of the evaluations, named as the columns of metrics.csv are."""
+    steps = [number(record["step"]) for record in records]
+    keys = {}
+    for record in records:
+        keys |= record
+    keys.pop("step", None)
+    evals = {}
+    for key in keys:
+        values = [number(record.get(key)) for record in records]
+        evals["eval_" + key.removeprefix("eval_")] = (steps, values)
+    return evals
 
 
 def read_run(folder: str | Path) -> Run:
     """Reads a run folder, finished or not. ValueError, one sentence, where it is no run or has not begun."""
-    if not (folder := Path(folder)).is_dir():
+    folder = Path(folder)
+    if not folder.is_dir():
         raise ValueError(f"there is no run folder {folder}.")
-    if not (folder / "metrics.csv").exists():
-        inside = [str(path.parent) for path in sorted(folder.glob("*/metrics.csv"))]
+    path = folder / "metrics.csv"
+    if not path.exists():
+        inside = [str(found.parent) for found in sorted(folder.glob("*/metrics.csv"))]
         hint = f"name some of the runs inside: {', '.join(inside)}" if inside else "it has no metrics.csv"
         raise ValueError(f"{folder} is not a run folder; {hint}.")
-    header, rows = read_rows(folder / "metrics.csv")
+    header, rows = read_rows(path)
     if not header:
-        raise ValueError(f"{folder / 'metrics.csv'} is empty: the run has not come to its first step.")
-    columns = {name: [number(row[name]) for row in rows.values()] for name in ["step", *header]}
-    named = [(step, row["phase"]) for step, row in rows.items() if row.get("phase")]
-    phases = dict(new for old, new in zip([(0, ""), *named], named, strict=False) if old[1] != new[1])
+        raise ValueError(f"{path} is empty: the run has not come to its first step.")
+    columns = {}
+    for name in ["step", *header]:
+        columns[name] = [number(row[name]) for row in rows.values()]
+    phases = {}
+    last = None
+    for step, row in rows.items():
+        phase = row.get("phase")
+        if phase and phase != last:
+            phases[step] = last = phase
     records = read_records(folder / "eval.jsonl")
-    steps = [number(record["step"]) for record in records]
-    evals = {"eval_" + key.removeprefix("eval_"): (steps, [number(record.get(key)) for record in records])
-             for key in {key: 0 for record in records for key in record if key != "step"}}
-    curves = [answer["curves"] for answer in [{}, *records][-1].get("answers", []) if "curves" in answer]
-    return Run(folder.resolve().name, columns, evals, curves, phases)
+    answers = records[-1].get("answers", []) if records else []
+    curves = [answer["curves"] for answer in answers if "curves" in answer]
+    return Run(folder.resolve().name, columns, read_evals(records), curves, phases)
 
 
-def smoothed(values: list[float | None], weight: float) -> list[float]:
+def smoothed(values: Column, weight: float) -> list[float]:
     """Exponential moving average without the pull to zero at its start; a gap stays a gap."""
-    total, norm, result = 0.0, 0.0, []
-    for value in (math.nan if value is None else value for value in values):
-        if value == value:
-            total, norm = weight * total + (1 - weight) * value, weight * norm + 1 - weight
-        result.append(total / norm if value == value else math.nan)
+    total = norm = 0.0
+    result = []
+    for value in with_gaps(values):
+        if math.isnan(value):
+            result.append(value)
+            continue
+        total = weight * total + (1 - weight) * value
+        norm = weight * norm + 1 - weight
+        result.append(total / norm)
     return result
 
 
 def plain(text: str) -> str:
     """Text as it is: matplotlib takes $ for mathematics and hides a legend name that begins with an underscore."""
-    return ("\u200a" if text.startswith("_") else "") + text.replace("$", r"\$")
+    if text.startswith("_"):
+        text = "\u200a" + text
+    return text.replace("$", r"\$")
 
 
-def draw_line(ax: Axes, run: Run, metric: str, label: str, index: int, smooth: float, factor: float) -> None:
+def draw_line(ax: Axes, series: Series, label: str, index: int, smooth: float, factor: float) -> None:
     """A light line of what was logged under a strong smoothed one; sparse values as they are, with markers."""
-    steps, values, alone = run.series(metric)
-    values = [factor * y for y in values]
+    steps, values, alone = series
     if not steps:
         return
-    look = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
+    colour, dash = LOOKS[index % len(LOOKS)]
+    look = {"color": colour, "linestyle": dash}
+    values = [factor * y for y in values]
     if smooth > 0 and len(alone) < len(values):
         ax.plot(steps, values, alpha=0.28, linewidth=0.9, **look)
         values = smoothed(values, smooth)
-    marks = {"marker": "o", "markersize": 4, "markevery": alone[:: len(alone) // 40 + 1]} if alone else {}
-    ax.plot(steps, values, label=plain(label), linewidth=1.7, **marks, **look)
+    if alone:
+        every = len(alone) // 40 + 1
+        look |= {"marker": "o", "markersize": 4, "markevery": alone[::every]}
+    ax.plot(steps, values, label=plain(label), linewidth=1.7, **look)
 
 
-def draw_panel(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
-    """One panel: a colour a column for a single run, a colour a run for several."""
-    labels, single, first = panel.columns, len(runs) == 1, runs[0].columns
-    if panel.stacked:  # a bar a step, with no gaps between
-        edges = [*(x - 0.5 for x in first["step"]), first["step"][-1] + 0.5]
-        stack = {labels[x]: [y or 0.0 for y in [*first[x], first[x][-1]]] for x in labels if runs[0].series(x)[0]}
-        ax.stackplot(edges, stack.values(), labels=stack.keys(), colors=COLOURS, step="post", alpha=0.75, lw=0)
-    if single and "reward_mean" in labels and "reward_std" in first:
-        mean, std = (smoothed(first[name], smooth) for name in ("reward_mean", "reward_std"))
-        low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
-        ax.fill_between(first["step"], low, high, color=COLOURS[0], alpha=0.13, linewidth=0, label="±1σ")
-    for i, run in enumerate(runs if not panel.stacked else []):
-        for j, (column, name) in enumerate(labels.items()):
-            draw_line(ax, run, column, *((name, j) if single else (run.name, i)), smooth, panel.factors.get(column, 1))
-    ax.set_ylabel(plain(panel.label))
+def draw_stack(ax: Axes, run: Run, labels: dict[str, str]) -> None:
+    """Stacked columns: a bar a step, with no gaps between."""
+    steps = run.columns["step"]
+    edges = np.append(steps, steps[-1] + 1) - 0.5
+    stack = {}
+    for name, label in labels.items():
+        if run.has(name):
+            values = run.columns[name]
+            stack[label] = np.nan_to_num(with_gaps(values + values[-1:]))
+    ax.stackplot(edges, stack.values(), labels=stack.keys(), colors=COLOURS, step="post", alpha=0.75, lw=0)
+
+
+def draw_lines(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
+    """Lines of a panel: a colour a column for a single run, a colour a run for several; round a single run's mean
+    reward its standard deviation."""
+    single = len(runs) == 1
+    first = runs[0].columns
+    if single and "reward_mean" in panel.columns and "reward_std" in first:
+        mean = np.array(smoothed(first["reward_mean"], smooth))
+        std = np.array(smoothed(first["reward_std"], smooth))
+        ax.fill_between(first["step"], mean - std, mean + std, color=COLOURS[0], alpha=0.13, linewidth=0, label="±1σ")
+    for i, run in enumerate(runs):
+        for j, (column, label) in enumerate(panel.columns.items()):
+            factor = panel.factors.get(column, 1)
+            if single:
+                draw_line(ax, run.series(column), label, j, smooth, factor)
+            else:
+                draw_line(ax, run.series(column), run.name, i, smooth, factor)
+
+
+def set_scale(ax: Axes, runs: list[Run], panel: Panel) -> None:
+    """Limits of the values' axis: what comes near zero begins at zero; a KL over decades is on a log scale."""
     low, high = ax.dataLim.intervaly
-    if 0 <= low <= high / 2:  # near zero begins at zero
+    if 0 <= low <= high / 2:
         ax.set_ylim(-0.03 * (high or 1), None if high else 1)
-    some = sorted(y for run in runs for y in run.series("kl")[1] if y > 0 or y < 0)  # it is 0 at the first step
-    if "kl" in labels and some and 0 < some[0] <= some[len(some) // 10] < some[-1] / 100:
+    if "kl" not in panel.columns:
+        return
+    values = []
+    for run in runs:
+        values += run.series("kl").values
+    values = sorted(y for y in values if y < 0 or y > 0)  # it is 0 at the first step, and NaN in a gap
+    if values and values[0] > 0 and values[len(values) // 10] < values[-1] / 100:
         ax.set_yscale("log", nonpositive="mask")
-        ax.set_ylim(max(some[0], some[-1] * 1e-6) / 2, None)
-    for step, phase in runs[0].phases.items() if single else ():
+        ax.set_ylim(max(values[0], values[-1] * 1e-6) / 2, None)
+
+
+def annotate(ax: Axes, run: Run, panel: Panel) -> None:
+    """What is written on a panel of a single run: its phases, and a legend where there is more than one line."""
+    for step, phase in run.phases.items():
         ax.axvline(step - 0.5, color="#555555", linewidth=0.8, linestyle=":")
         ax.text(step - 0.4, 0.98, phase.lower(), transform=ax.get_xaxis_transform(), va="top", size=7, rotation=90)
-    if single and len(ax.get_legend_handles_labels()[0]) > 1:  # above the axes, and right of a factor such as 1e-8
-        place = (0 if 1e-5 < max(map(abs, ax.dataLim.intervaly)) < 1e6 else 0.1, 1)
-        ax.legend(loc="lower left", bbox_to_anchor=place, ncols=2 if len("".join(labels.values())) > 40 else 4)
+    handles, _ = ax.get_legend_handles_labels()
+    if len(handles) > 1:  # above the axes, and right of a factor such as 1e-8
+        largest = max(map(abs, ax.dataLim.intervaly))
+        left = 0 if 1e-5 < largest < 1e6 else 0.1
+        letters = sum(map(len, panel.columns.values()))
+        ax.legend(loc="lower left", bbox_to_anchor=(left, 1), ncols=2 if letters > 40 else 4)
 
 
-def grid(n: int) -> tuple[Figure, int, int]:
-    """A figure for `n` panels, how many of them stand side by side, and how many rows that makes."""
-    down = -(-n // (across := {1: 1, 2: 2, 4: 2}.get(n, 3)))
-    return Figure(figsize=(4.3 * across + (across == 1), 2.9 * down + 0.4), layout="constrained"), across, down
+def grid(n: int) -> tuple[Figure, int]:
+    """A figure with axes for `n` panels, and how many of them stand side by side."""
+    across = {1: 1, 2: 2, 4: 2}.get(n, 3)
+    down = math.ceil(n / across)
+    width = 5.3 if across == 1 else 4.3 * across
+    figure = Figure(figsize=(width, 2.9 * down + 0.4), layout="constrained")
+    for place in range(1, n + 1):
+        figure.add_subplot(down, across, place)
+    return figure, across
 
 
 @matplotlib.rc_context(STYLE)
 def draw_figure(runs: list[Run], panels: list[Panel], smooth: float = 0.8) -> Figure | None:
     """The panels that have data, at most three a row; None where none has."""
-    shown = [panel for panel in panels if any(run.series(x)[0] for run in runs for x in panel.columns)]
-    figure, across, down = grid(len(shown))
-    for i, panel in enumerate(shown):
-        ax = figure.add_subplot(down, across, i + 1, sharex=figure.axes[0] if i else None)
+    shown = [panel for panel in panels if any(run.has(*panel.columns) for run in runs)]
+    if not shown:
+        return None
+    figure, across = grid(len(shown))
+    for ax, panel in zip(figure.axes, shown, strict=True):
+        if ax is not figure.axes[0]:
+            ax.sharex(figure.axes[0])
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        ax.set_xlabel("step" if i + across >= len(shown) else "")
-        draw_panel(ax, runs, panel, smooth)
+        if panel.stacked:
+            draw_stack(ax, runs[0], panel.columns)
+        else:
+            draw_lines(ax, runs, panel, smooth)
+        ax.set_ylabel(plain(panel.label))
+        set_scale(ax, runs, panel)
+        if len(runs) == 1:
+            annotate(ax, runs[0], panel)
+    for ax in figure.axes[-across:]:
+        ax.set_xlabel("step")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.07)
     if len(runs) == 1:
         figure.suptitle(plain(runs[0].name), x=0.01, ha="left", fontsize=11, fontweight="bold")
-    else:
-        lines = {line.get_label(): line for ax in figure.axes[::-1] for line in ax.get_legend_handles_labels()[0]}
-        handles = [lines[name] for name in (plain(run.name) for run in runs) if name in lines]
-        figure.legend(handles=handles, loc="outside upper center", ncols=4)
-    return figure if shown else None
+        return figure
+    lines = {}
+    for ax in reversed(figure.axes):
+        handles, labels = ax.get_legend_handles_labels()
+        lines |= dict(zip(labels, handles, strict=True))
+    names = [plain(run.name) for run in runs]
+    handles = [lines[name] for name in names if name in lines]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    return figure
+
+
+def draw_curve(ax: Axes, x: list, curves: dict[str, list], **look) -> None:
+    """One curve a name, each in the colour of its place; what is no number leaves a gap."""
+    for colour, (label, values) in enumerate(curves.items()):
+        y = [number(value) for value in values]
+        ax.plot(x, with_gaps(y), color=COLOURS[colour], label=plain(label), **look)
 
 
 @matplotlib.rc_context(STYLE)
 def draw_curves(run: Run) -> Figure | None:
     """Observations as dots and what was fitted to them as lines, a panel each; the axes are those of the dots."""
-    figure, across, down = grid(len(run.curves))
-    for i, curve in enumerate(run.curves):
-        ax = figure.add_subplot(down, across, i + 1, title=plain(curve["title"]), xlabel=plain(curve["x_label"]))
-        for kind, look in (("points", {"marker": ".", "ls": "", "alpha": 0.5}), ("lines", {"linewidth": 1.7})):
-            for j, (label, values) in enumerate(curve[kind].items()):
-                values = [math.nan if y is None else y for y in map(number, values)]
-                ax.plot(curve["x"], values, color=COLOURS[j], label=plain(label) if kind == "points" else None, **look)
-            ax.set_ylim(ax.get_ylim())  # a wild answer must not flatten the dots
+    if not run.curves:
+        return None
+    figure, _ = grid(len(run.curves))
+    for ax, curve in zip(figure.axes, run.curves, strict=True):
+        ax.set_title(plain(curve["title"]))
+        ax.set_xlabel(plain(curve["x_label"]))
+        draw_curve(ax, curve["x"], curve["points"], marker=".", linestyle="", alpha=0.5)
         ax.legend(loc="upper right")
-    return figure if run.curves else None
+        ax.set_ylim(ax.get_ylim())  # a wild answer must not flatten the dots
+        draw_curve(ax, curve["x"], curve["lines"], linewidth=1.7)
+    return figure
 
 
 @matplotlib.rc_context(STYLE)
@@ -258,55 +383,92 @@ def save(figure: Figure, path: Path) -> Path:
 def standard(run: Run) -> dict[str, list[Panel]]:
     """The panels of each standard picture. Beside the others there is one of parts, with the largest; a legend of more
     than eight cannot be read."""
-    parts = {name: name.removeprefix("part_") for name in run.columns if name.startswith("part_")}
-    ranked = sorted(parts, key=lambda name: -sum(abs(y or 0.0) for y in run.columns[name]))
-    some = [PANELS["parts"]._replace(columns={name: parts[name] for name in ranked[i : i + 8]})
-            for i in range(0, len(ranked), 8)]
-    panels = PANELS | {"parts": some[0] if some else PANELS["parts"]}
-    own = [x for x in run.columns if x not in KNOWN | set(parts) | {f"eval_{name}" for name in run.columns}]
-    task = [Panel(name.replace("_", " "), {name: "train", f"eval_{name}": "eval"}) for name in own]
-    both = [CAPABILITY] * any(run.series(name)[0] for name in [*FACTORS][1:])
-    return {"overview": [*panels.values()]} | {name: [panels[name]] for name in ("reward", "accuracy")} | {
-        "parts": some, "loss": [panels["loss"], panels["kl"]], "task": task, "capability_vs_faithfulness": both}
+    names = [name for name in run.columns if name.startswith("part_")]
+    names.sort(key=lambda name: sum(abs(y or 0.0) for y in run.columns[name]), reverse=True)
+    parts = []
+    for i in range(0, len(names), 8):
+        columns = {name: name.removeprefix("part_") for name in names[i : i + 8]}
+        parts.append(PANELS["parts"]._replace(columns=columns))
+    overview = PANELS | {"parts": parts[0]} if parts else PANELS
+    task = []
+    known = KNOWN.union(names, ["eval_" + name for name in run.columns])
+    for name in run.columns:
+        if name not in known:
+            task.append(Panel(name.replace("_", " "), {name: "train", f"eval_{name}": "eval"}))
+    return {
+        "overview": list(overview.values()),
+        "reward": [PANELS["reward"]],
+        "accuracy": [PANELS["accuracy"]],
+        "parts": parts,
+        "loss": [PANELS["loss"], PANELS["kl"]],
+        "task": task,
+        "capability_vs_faithfulness": [CAPABILITY] if run.has(*JUDGED) else [],
+    }
 
 
 def plot_run(folder: str | Path, out_dir: str | Path | None = None, smooth: float = 0.8) -> list[Path]:
     """The standard pictures of one run as PNG, into its plots/: those that have data, so none before the first step."""
-    run, out_dir = read_run(folder), Path(out_dir or Path(folder) / "plots")
+    run = read_run(folder)
+    out_dir = Path(out_dir or Path(folder) / "plots")
     out_dir.mkdir(parents=True, exist_ok=True)
     figures = {name: draw_figure([run], panels, smooth) for name, panels in standard(run).items()}
-    every = [*figures.items(), ("curves", draw_curves(run))]
-    return [save(figure, out_dir / f"{name}.png") for name, figure in every if figure]
+    figures["curves"] = draw_curves(run)
+    return [save(figure, out_dir / f"{name}.png") for name, figure in figures.items() if figure]
 
 
 def choose(wanted: list[str], names: list[str]) -> list[Panel]:
     """One panel for each metric that is meant by a name or a pattern. ValueError, one sentence, for an unknown one."""
-    found = {want: [want] if want in names else fnmatch.filter(names, want) for want in wanted}
-    for want in (want for want in found if not found[want]):
-        near = ", ".join(difflib.get_close_matches(want, names, 4, 0.5)) or "nothing (--list shows all)"
-        raise ValueError(f"no metric {want!r}; near it: {near}.")
-    return [Panel(LABELS.get(name, name.replace("_", " ")), {name: name})
-            for name in dict.fromkeys(name for some in found.values() for name in some)]
+    chosen = {}
+    for want in wanted:
+        found = [want] if want in names else fnmatch.filter(names, want)
+        if not found:
+            near = ", ".join(difflib.get_close_matches(want, names, 4, 0.5)) or "nothing (--list shows all)"
+            raise ValueError(f"no metric {want!r}; near it: {near}.")
+        for name in found:
+            label = LABELS.get(name, name.replace("_", " "))
+            chosen[name] = Panel(label, {name: name})
+    return list(chosen.values())
+
+
+def read_runs(folders: list[str]) -> list[Run]:
+    """The runs, each once, with as many parents in their names as it takes to tell them apart."""
+    paths = {Path(folder).resolve().parts: folder for folder in folders}
+    depth = 1
+    while len({parts[-depth:] for parts in paths}) < len(paths):
+        depth += 1
+    runs = []
+    for parts, folder in paths.items():
+        run = read_run(folder)
+        run.name = "/".join(parts[-depth:])
+        runs.append(run)
+    return runs
 
 
 def command(args: argparse.Namespace) -> list[object]:
     """Does what the command line asks and returns what to print. ValueError, one sentence, for a mistake in it."""
     if not 0 <= args.smooth < 1:
         raise ValueError(f"--smooth is {args.smooth:g}; it is at least 0 and less than 1.")
-    if args.out and args.out.suffix.lower() not in (".png", ".pdf", ".svg", ".jpg"):
+    if args.out and args.out.suffix.lower() not in FORMATS:
         raise ValueError(f"cannot write {args.out}; a picture ends in .png, .pdf, .svg or .jpg.")
-    paths, depth = {Path(folder).resolve().parts: folder for folder in args.runs}, 1  # one named twice is one run
-    while len({parts[-depth:] for parts in paths}) < len(paths):
-        depth += 1  # as many parents as it takes to tell the runs apart
-    runs = [replace(read_run(folder), name="/".join(parts[-depth:])) for parts, folder in paths.items()]
-    names = list(dict.fromkeys(name for run in runs for name in [*run.columns, *run.evals] if name != "step"))
+    runs = read_runs(args.runs)
+    names = {}
+    for run in runs:
+        names |= run.columns | run.evals
+    del names["step"]
     if args.list:
-        return [f"{run.name}  {name}" for run in runs for name in names if run.series(name)[0]]
+        lines = []
+        for run in runs:
+            lines += [f"{run.name}  {name}" for name in names if run.has(name)]
+        return lines
+    if args.metrics:
+        panels = choose(args.metrics.split(","), list(names))
+    elif len(runs) > 1:
+        panels = choose([name for name in COMPARED if name in names], list(names))
+    else:
+        panels = standard(runs[0])["overview"]
     if args.out or args.metrics or len(runs) > 1:
-        wanted = args.metrics.split(",") if args.metrics else [name for name in COMPARED if name in names]
-        panels = choose(wanted, names) if args.metrics or len(runs) > 1 else standard(runs[0])["overview"]
-        figure, path = draw_figure(runs, panels, args.smooth), args.out or Path("comparison.png")
-        pictures = [save(figure, path)] if figure else []
+        figure = draw_figure(runs, panels, args.smooth)
+        pictures = [save(figure, args.out or Path("comparison.png"))] if figure else []
     else:
         pictures = plot_run(args.runs[0], smooth=args.smooth)
     if not pictures:
