@@ -15,7 +15,7 @@ import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -118,124 +118,9 @@ class Group:
     auxiliary: bool = False
 
 
-class Task:
-    """The interface between the loop and a problem. Subclass it and override what the task needs.
+class ModelHooks:
+    """Where a task looks into the model and its gradient: nla adds activations, code projects the gradient."""
 
-    A task owns its data: it is built from the resolved flags (`Options` adds its own to the command line), reads its
-    records, and deals prompts. `parts` names the reward parts and `columns` the metrics that `observe` returns,
-    so that the columns of metrics.csv are known before the first row.
-    """
-
-    @dataclasses.dataclass(frozen=True)
-    class Options:
-        """Flags of this task, in the style of `Args`: one typed field a flag, its comment is the help."""
-
-    parts: ClassVar[tuple[str, ...]] = ()
-    columns: ClassVar[tuple[str, ...]] = ()
-    eval_columns: ClassVar[tuple[str, ...]] = ()  # names that `observe_eval` returns
-    console: ClassVar[tuple[str, ...]] = ()  # columns that the console's line of a step shows too
-    template_kwargs: ClassVar[dict] = {}  # passed to the chat template, e.g. {"enable_thinking": False}
-
-    def __init__(self, args):
-        self.args = args
-        self.notes: list[str] = []  # one sentence each, for the console at the start (dropped records and the like)
-        self.train: list[Prompt] = []
-        self.held: list[Prompt] = []
-        self.run_folder: Path | None = None  # of the run, once there is one
-        self.sampler: Sampler | None = None
-
-    def deal(self, train: list[Prompt], held: list[Prompt], alpha: float = 0.0) -> None:
-        """Make these the prompts, with a sampler begun anew; each training prompt's `meta["index"]` is its place."""
-        self.train = [dataclasses.replace(prompt, meta={**prompt.meta, "index": i}) for i, prompt in enumerate(train)]
-        self.held, self.alpha = held, alpha
-        self.sampler = Sampler(len(train), self.args.seed, alpha) if train else None
-
-    def prompts(self, n: int) -> list[Prompt]:
-        """The next `n` training prompts."""
-        if self.sampler is None:
-            raise UserError("no training prompts are left: those of --data are those of --eval-data")
-        return [self.train[i] for i in self.sampler.draw(n)]
-
-    def heldout(self) -> list[Prompt]:
-        """The fixed evaluation prompts: no training prompt is among them."""
-        return self.held
-
-    def keep(self, usable: Callable[[Prompt], bool]) -> int:
-        """Drop the prompts that are not `usable` (too long for the context); returns how many were dropped."""
-        train, held = ([prompt for prompt in some if usable(prompt)] for some in (self.train, self.held))
-        dropped = len(self.train) + len(self.held) - len(train) - len(held)
-        if self.train and not train:
-            raise UserError("no training prompt fits; check --max-prompt, --max-new and the model's context length")
-        if dropped:
-            self.deal(train, held, self.alpha)
-        return dropped
-
-    def live(self) -> int:
-        """Completions that are sampled for each prompt; fewer than --group where `regroup` adds finished ones."""
-        return self.args.group
-
-    def turns(self) -> int:
-        """Assistant turns that a rollout may take where the task replies."""
-        return self.args.max_turns
-
-    def start_from(self) -> str:
-        """A model, or an adapter on its base, to begin from instead of --model; empty: --model."""
-        return ""
-
-    def reply(self, rollout: Rollout) -> list[dict] | None:
-        """The messages that follow the policy's last turn (a tool's answer, a refinement), or None: it is over.
-
-        With --async-workers it is called from several threads at once, so it changes nothing of the task."""
-        return None
-
-    def score(self, rollouts: list[Rollout]) -> list[Score]:
-        """Judge a whole group. A completion that breaks its own scoring gets that as its result, not an exception."""
-        raise NotImplementedError
-
-    def score_all(self, groups: list[list[Rollout]]) -> list[list[Score] | Exception]:
-        """Judge the groups of a step; overridden where a batch is cheaper. A failure is that group's result."""
-        return [_attempt(self.score, group) for group in groups]
-
-    def regroup(self, groups: list[Group]) -> list[Group]:
-        """The scored groups as the advantages see them: finished rollouts may join one, auxiliary groups may follow."""
-        return groups
-
-    def observe(self, groups: list[Group]) -> dict[str, float]:
-        """After the step: curriculum, critic, metrics (the names in `columns`)."""
-        return {}
-
-    def observe_eval(self, groups: list[Group]) -> dict[str, float]:
-        """Further metrics of an evaluation's greedy groups."""
-        return {}
-
-    def eval_fields(self, index: int, group: Group) -> dict[str, Any]:
-        """Further fields of a held-out prompt's record in eval.jsonl; `curves` are drawn by plot_run.py (see there)."""
-        return {}
-
-    def report(self, step: int, records: list[dict], folder: Path) -> list[str]:
-        """After an evaluation of a run: lines for the console; may write files of its own into the run's folder."""
-        return []
-
-    def ended(self, rows: list[dict]) -> list[str]:
-        """Lines for the console at the run's end. Raises TrainingFailed where the run came to nothing."""
-        return []
-
-    def state_dict(self) -> dict:
-        """Everything that decides which prompts come next, as plain JSON types."""
-        return {"sampler": self.sampler.state_dict() if self.sampler else None}
-
-    def load_state_dict(self, state: dict) -> None:
-        if self.sampler and state["sampler"]:
-            self.sampler.load_state_dict(state["sampler"])
-
-    def save(self, folder: Path) -> None:
-        """Write what is no plain JSON (a critic's tensors) into a checkpoint that is being made, before the policy's
-        weights; the checkpoint is kept whole or not at all."""
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote. KeyError, OSError or UserError where it does not fit."""
-
-    # Where a task needs them.
     def prepare_model(self, policy) -> None:
         """Once, before the optimizer exists: hooks, directions. `policy` has model, tokenizer and sample()."""
 
@@ -257,6 +142,18 @@ class Task:
         """When the step's gradients are whole, before the guard and clipping; may change them; returns metrics."""
         return {}
 
+
+class WarmStart:
+    """What a task can show a model before GRPO, or beside it: the supervised warm start and --bc-coef."""
+
+    def start_from(self) -> str:
+        """A model, or an adapter on its base, to begin from instead of --model; empty: --model."""
+        return ""
+
+    def demonstration_prompts(self) -> list[Prompt]:
+        """The prompts that the warm start draws from (never a held-out one)."""
+        raise no_demonstrations(self)
+
     def demonstrations(self, prompts: list[Prompt]) -> list[list[dict]]:
         """For each prompt the messages that follow it in a worked example: the supervised warm start's data."""
         raise no_demonstrations(self)
@@ -265,9 +162,129 @@ class Task:
         """The right next turn of a conversation, what --bc-coef imitates; None: there is none, or it is not known."""
         return None
 
-    def demonstration_prompts(self) -> list[Prompt]:
-        """The prompts that the warm start draws from (never a held-out one)."""
-        raise no_demonstrations(self)
+
+class Reports:
+    """What a task adds to evaluations, logs and checkpoints."""
+
+    columns: ClassVar[Mapping[str, str] | Sequence[str]] = ()  # names that `observe` returns, with their meanings
+    eval_columns: ClassVar[Mapping[str, str] | Sequence[str]] = ()  # names that `observe_eval` returns
+    console: ClassVar[tuple[str, ...]] = ()  # columns that the console's line of a step shows too
+
+    def observe_eval(self, groups: list[Group]) -> dict[str, float]:
+        """Further metrics of an evaluation's greedy groups."""
+        return {}
+
+    def eval_fields(self, index: int, group: Group) -> dict[str, Any]:
+        """Further fields of a held-out prompt's record in eval.jsonl; `curves` are drawn by plot_run.py (see there)."""
+        return {}
+
+    def report(self, step: int, records: list[dict], folder: Path) -> list[str]:
+        """After an evaluation of a run: lines for the console; may write files of its own into the run's folder."""
+        return []
+
+    def ended(self, rows: list[dict]) -> list[str]:
+        """Lines for the console at the run's end. Raises TrainingFailed where the run came to nothing."""
+        return []
+
+    def save(self, folder: Path) -> None:
+        """Write what is no plain JSON (a critic's tensors) into a checkpoint that is being made, before the policy's
+        weights; the checkpoint is kept whole or not at all."""
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote. KeyError, OSError or UserError where it does not fit."""
+
+
+class Task(ModelHooks, WarmStart, Reports):
+    """The interface between the loop and a problem. Subclass it and override what the task needs: `prompts` and
+    `heldout` (or `deal` in `__init__`), and `score`.
+
+    A task owns its data: it is built from the resolved flags (`Options` adds its own to the command line), reads its
+    records, and deals prompts. `parts` names the reward parts, so that the columns of metrics.csv are known before the
+    first row. What few tasks need is in the three classes above.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Flags of this task, in the style of `Args`: one typed field a flag, its comment is the help."""
+
+    parts: ClassVar[tuple[str, ...]] = ()
+    template_kwargs: ClassVar[dict] = {}  # passed to the chat template, e.g. {"enable_thinking": False}
+
+    def __init__(self, args):
+        self.args = args
+        self.notes: list[str] = []  # one sentence each, for the console at the start (dropped records and the like)
+        self.train: list[Prompt] = []
+        self.held: list[Prompt] = []
+        self.run_folder: Path | None = None  # of the run, once there is one
+        self.sampler: Sampler | None = None
+
+    def prompts(self, n: int) -> list[Prompt]:
+        """The next `n` training prompts."""
+        if self.sampler is None:
+            raise UserError("no training prompts are left: those of --data are those of --eval-data")
+        return [self.train[i] for i in self.sampler.draw(n)]
+
+    def heldout(self) -> list[Prompt]:
+        """The fixed evaluation prompts: no training prompt is among them."""
+        return self.held
+
+    def turns(self) -> int:
+        """Assistant turns that a rollout may take where the task replies."""
+        return self.args.max_turns
+
+    def reply(self, rollout: Rollout) -> list[dict] | None:
+        """The messages that follow the policy's last turn (a tool's answer, a refinement), or None: it is over.
+
+        With --async-workers it is called from several threads at once, so it changes nothing of the task."""
+        return None
+
+    def score(self, rollouts: list[Rollout]) -> list[Score]:
+        """Judge a whole group. A completion that breaks its own scoring gets that as its result, not an exception."""
+        raise NotImplementedError
+
+    def observe(self, groups: list[Group]) -> dict[str, float]:
+        """After the step: curriculum, critic, metrics (the names in `columns`)."""
+        return {}
+
+    def state_dict(self) -> dict:
+        """Everything that decides which prompts come next, as plain JSON types."""
+        return {"sampler": self.sampler.state_dict() if self.sampler else None}
+
+    def load_state_dict(self, state: dict) -> None:
+        if self.sampler and state["sampler"]:
+            self.sampler.load_state_dict(state["sampler"])
+
+    # ---- the prompts that are dealt
+    def deal(self, train: list[Prompt], held: list[Prompt], alpha: float = 0.0) -> None:
+        """Make these the prompts, with a sampler begun anew; each training prompt's `meta["index"]` is its place."""
+        self.train = [dataclasses.replace(prompt, meta={**prompt.meta, "index": i}) for i, prompt in enumerate(train)]
+        self.held = held
+        self.alpha = alpha
+        self.sampler = Sampler(len(train), self.args.seed, alpha) if train else None
+
+    def keep(self, usable: Callable[[Prompt], bool]) -> int:
+        """Drop the prompts that are not `usable` (too long for the context); returns how many were dropped."""
+        train = [prompt for prompt in self.train if usable(prompt)]
+        held = [prompt for prompt in self.held if usable(prompt)]
+        dropped = len(self.train) + len(self.held) - len(train) - len(held)
+        if self.train and not train:
+            raise UserError("no training prompt fits; check --max-prompt, --max-new and the model's context length")
+        if dropped:
+            self.deal(train, held, self.alpha)
+        return dropped
+
+    # ---- groups that are more than a prompt's samples
+    def live(self) -> int:
+        """Completions that are sampled for each prompt; fewer than --group where `regroup` adds finished ones."""
+        return self.args.group
+
+    def regroup(self, groups: list[Group]) -> list[Group]:
+        """The scored groups as the advantages see them: finished rollouts may join one, auxiliary groups may follow."""
+        return groups
+
+    def score_all(self, groups: list[list[Rollout]]) -> list[list[Score] | Exception]:
+        """Judge the groups of a step; overridden where a batch is cheaper. A failure is that group's result."""
+        return [_attempt(self.score, group) for group in groups]
 
 
 def no_demonstrations(task: Task) -> UserError:
@@ -427,6 +444,60 @@ def train_and_heldout(args, convert: Callable[[dict], Prompt | None]) -> tuple[l
     return train, held, notes
 
 
+def from_file(path: Path, bad: BadRecords) -> Iterator[tuple[dict, str]]:
+    """(record, where it stands) of a .jsonl(.gz), .json or .parquet file."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+            lines = (row for batch in batches for row in batch.to_pylist())
+        elif path.suffix == ".json":
+            lines = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(lines, list):
+                raise UserError(f"{path} must hold a JSON list of records")
+        else:
+            with path.open("rb") as magic:
+                opener = gzip.open if magic.read(2) == b"\x1f\x8b" else open
+            lines = opener(path, "rt", encoding="utf-8-sig", errors="replace")
+        for number, line in enumerate(lines, 1):
+            if isinstance(line, str) and not line.strip():
+                continue
+            bad.total += 1
+            try:
+                record = json.loads(line) if isinstance(line, str) else line
+                json.dumps(record, ensure_ascii=False, default=str).encode()  # half a surrogate pair is no text
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                yield record, f"line {number}"
+            else:
+                bad.add("not a JSON object", f"line {number}")
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def from_hub(source: str, bad: BadRecords, split: str) -> Iterator[tuple[dict, str]]:
+    """(record, where it stands) of a hub data set, `name` or `name:configuration`."""
+    from datasets import load_dataset
+
+    name, _, config = source.partition(":")
+    try:
+        rows = load_dataset(name, config or None, split=split)
+    except Exception as error:  # offline, unknown id, gated: datasets raises a different class for each
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UserError(f"{source} (split {split}) is no local file and the hub gave no such data set "
+                        f"({type(error).__name__}: {reason}); give a local file with --data / --eval-data") from error
+    for number, record in enumerate(rows, 1):
+        bad.total += 1
+        yield record, f"row {number}"
+
+
+def is_local(source: str) -> bool:
+    """Whether a data source is a file (or looks like one) rather than a hub id."""
+    return Path(source).is_file() or source.endswith((".jsonl", ".json", ".parquet", ".gz"))
+
+
 # ------------------------------------------------------------------------------------------------ which prompt next
 class Sampler:
     """Deals training indices without replacement within a draw, more often where the policy wins about half.
@@ -481,57 +552,3 @@ class Sampler:
         self.draws, self.dealt = state["draws"], state["dealt"]
         for index, tries, wins in state["counts"]:
             self.tries[index], self.wins[index] = tries, wins
-
-
-def from_file(path: Path, bad: BadRecords) -> Iterator[tuple[dict, str]]:
-    """(record, where it stands) of a .jsonl(.gz), .json or .parquet file."""
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
-            lines = (row for batch in batches for row in batch.to_pylist())
-        elif path.suffix == ".json":
-            lines = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(lines, list):
-                raise UserError(f"{path} must hold a JSON list of records")
-        else:
-            with path.open("rb") as magic:
-                opener = gzip.open if magic.read(2) == b"\x1f\x8b" else open
-            lines = opener(path, "rt", encoding="utf-8-sig", errors="replace")
-        for number, line in enumerate(lines, 1):
-            if isinstance(line, str) and not line.strip():
-                continue
-            bad.total += 1
-            try:
-                record = json.loads(line) if isinstance(line, str) else line
-                json.dumps(record, ensure_ascii=False, default=str).encode()  # half a surrogate pair is no text
-            except (ValueError, RecursionError):
-                record = None
-            if isinstance(record, dict):
-                yield record, f"line {number}"
-            else:
-                bad.add("not a JSON object", f"line {number}")
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-
-
-def from_hub(source: str, bad: BadRecords, split: str) -> Iterator[tuple[dict, str]]:
-    """(record, where it stands) of a hub data set, `name` or `name:configuration`."""
-    from datasets import load_dataset
-
-    name, _, config = source.partition(":")
-    try:
-        rows = load_dataset(name, config or None, split=split)
-    except Exception as error:  # offline, unknown id, gated: datasets raises a different class for each
-        reason = str(error).strip().split("\n")[0][:200]
-        raise UserError(f"{source} (split {split}) is no local file and the hub gave no such data set "
-                        f"({type(error).__name__}: {reason}); give a local file with --data / --eval-data") from error
-    for number, record in enumerate(rows, 1):
-        bad.total += 1
-        yield record, f"row {number}"
-
-
-def is_local(source: str) -> bool:
-    """Whether a data source is a file (or looks like one) rather than a hub id."""
-    return Path(source).is_file() or source.endswith((".jsonl", ".json", ".parquet", ".gz"))

@@ -25,7 +25,7 @@ from typing import Any
 
 from data import Group, Prompt, Rollout, Score, Task, UserError, load_task
 from harness.checkpoints import best_checkpoint
-from harness.flags import Parser, list_presets, print_config, resolve_args
+from harness.flags import Parser, printed, resolve_args
 from harness.folder import strict_json, write_atomic
 from harness.scoring import judge
 from harness.stop import run_command
@@ -261,8 +261,8 @@ def main(core: type, argv: list[str] | None = None) -> int:
     """The command; `core` is train_grpo's `Args`, whose flags may follow its own."""
     own, rest = read_flags(sys.argv[1:] if argv is None else argv)
     args, sources, command = resolve(core, own, rest)
-    if command.print_config or command.list_presets:
-        return print_config(args, sources) if command.print_config else list_presets()
+    if printed(args, sources, command):
+        return 0
     out = Path(own.out)
     if out.name == "eval.jsonl" and (out.parent / "metrics.csv").is_file():
         raise UserError(f"--out {out} is a run's own log; give another file")

@@ -53,21 +53,11 @@ from eval import evaluate, mean
 from harness.checkpoints import Saver, keep_best, load_checkpoint, newest_checkpoint, prepare_resume, room_notes
 from harness.columns import metric_columns
 from harness.console import Clock, Console, first_to_last
-from harness.flags import (
-    as_written,
-    changed_flags,
-    fixed,
-    flag,
-    flag_of,
-    free,
-    list_presets,
-    print_config,
-    resolve_args,
-)
+from harness.flags import as_written, changed_flags, dry_run_args, fixed, flag, flag_of, free, printed, resolve_args
 from harness.folder import Run, open_folder
 from harness.scoring import judge
 from harness.stop import Stop, run_command, until_the_end
-from models.optimizer import Optimizer
+from models.optimizer import Optimizer, cosine
 from models.policy import Policy, is_out_of_memory, load_policy
 from models.supervised import worked_examples
 from rewards import length_penalty
@@ -498,58 +488,62 @@ class Sums(dict):
                 self[key] = self.get(key, 0.0) + float(value)
 
 
-def micro_loss(policy: Policy, batch: list[TrainRow], args, beta: float, temperature: float, sums: Sums) -> Tensor:
-    """The batch's share of the optimizer step's loss; adds what is logged to `sums`."""
-    device = policy.device
-    rollouts = [row.rollout for row in batch]
-    new, entropy = token_logps(policy, policy.hf, batch, temperature, entropy=args.entropy_coef != 0)
+def micro_loss(policy: Policy, rows: list[TrainRow], args, beta: float, temperature: float, sums: Sums) -> Tensor:
+    """The micro-batch's share of the optimizer step's loss; adds what is logged to `sums`."""
+    rollouts = [row.rollout for row in rows]
+    new, entropy = token_logps(policy, policy.hf, rows, temperature, entropy=args.entropy_coef != 0)
     policy.task.on_logps(rollouts, new.detach())
-    mask = pad([rollout.mask for rollout in rollouts], 0, new.dtype, device)
-    sampler = pad([rollout.logp for rollout in rollouts], 0.0, new.dtype, device)
-    weight = torch.tensor([row.weight for row in batch], dtype=new.dtype, device=device)[:, None]
-    advantage = torch.tensor([row.advantage for row in batch], dtype=new.dtype, device=device)
+    like = {"dtype": new.dtype, "device": policy.device}
+    mask = pad([rollout.mask for rollout in rollouts], 0, **like)
+    sampler = pad([rollout.logp for rollout in rollouts], 0.0, **like)
+    advantage = torch.tensor([row.advantage for row in rows], **like)
+    weight = torch.tensor([row.weight for row in rows], **like)[:, None]
 
     # the surrogate
-    old = old_logps(batch, new)
+    old = old_logps(rows, new)
     if args.decoupled_ppo:
-        ages = token_ages(rollouts, policy.version, new.dtype, device)
+        ages = token_ages(rollouts, policy.version, **like)
         proximal, behaviour = decouple(new, old, ages, args.behaviour_cap, args.m2_threshold)
         loss, ratio = policy_loss(new, proximal, sampler, advantage, mask, args)
         loss = loss * behaviour
     else:
         loss, ratio = policy_loss(new, old, sampler, advantage, mask, args)
-    if batch[0].uncertain is not None:
-        loss = loss * pad([row.uncertain for row in batch], False, new.dtype, device)
+    if rows[0].uncertain is not None:
+        loss = loss * pad([row.uncertain for row in rows], False, **like)
     surrogate = (loss * mask * weight).sum()
+    total = surrogate
 
-    # the KL to the reference, and the entropy bonus
-    total, ref = surrogate, None
-    if batch[0].ref is not None:
-        ref = pad_sequence([row.ref for row in batch], batch_first=True)
+    # the KL to the reference
+    ref = None
+    if rows[0].ref is not None:
+        ref = pad_sequence([row.ref for row in rows], batch_first=True)
         kl = kl_divergence(new, ref, args.kl)
-        anchored = torch.tensor([row.anchored for row in batch], dtype=new.dtype, device=device)[:, None]
+        anchored = torch.tensor([row.anchored for row in rows], **like)[:, None]
         total = total + beta * (kl * mask * weight * anchored).sum()
         sums.add(kl=(kl.detach() * mask).sum())
+
+    # the entropy bonus
     if entropy is not None:
         total = total - args.entropy_coef * (entropy * mask * weight).sum()
 
+    sums.add(tokens=mask.sum(), policy_loss=surrogate.detach(), loss=total.detach())
+    sums.add(ratio=(ratio * mask).sum(), ratio_max=ratio[mask > 0].max())
+    sums.add(gap=((old - sampler).abs() * mask).sum())
+    sums.add(**clip_counts(ratio, advantage, mask, args))
     if args.beta_control != "off":
         sums.add(**beta_control_sums(new, old, ref, mask))
-    sums.add(tokens=mask.sum(), policy_loss=surrogate.detach(), loss=total.detach(), ratio=(ratio * mask).sum(),
-             ratio_max=ratio[mask > 0].max(), gap=((old.detach() - sampler).abs() * mask).sum())
-    sums.add(**clip_counts(ratio, advantage, mask, args))
     return total
 
 
 def clip_counts(ratio: Tensor, advantage: Tensor, mask: Tensor, args) -> dict[str, Tensor]:
     """How many trained tokens are beyond the clip on the side where it binds."""
-    up, down = advantage[:, None] > 0, advantage[:, None] < 0
-    if args.cispo:  # it caps the weight of either sign from above, and bounds none from below
-        up, down = advantage[:, None] != 0, torch.zeros_like(down)
     trained = mask > 0
-    below = (ratio < 1 - args.clip) & down & trained
-    above = (ratio > upper_clip(args)) & up & trained
-    return {"clip_low": below.sum(), "clip_high": above.sum()}
+    below = trained & (ratio < 1 - args.clip)
+    above = trained & (ratio > upper_clip(args))
+    sign = advantage.sign()[:, None]
+    if args.cispo:  # it caps the weight of either sign from above, and bounds none from below
+        return {"clip_low": below.new_zeros(()), "clip_high": (above & (sign != 0)).sum()}
+    return {"clip_low": (below & (sign < 0)).sum(), "clip_high": (above & (sign > 0)).sum()}
 
 
 # ---- adaptive KL coefficient
@@ -568,11 +562,17 @@ class BetaControl:
         """The control after an update whose watched quantity was `value`: it is averaged, and after every fourth update
         beta grows by at most FACTOR where the average is over 1.25 × target, shrinks likewise under 0.80 × target, and
         stays within [low, high]."""
-        average = value if self.average is None else DECAY * self.average + (1 - DECAY) * value
-        beta, updates = self.beta, self.updates + 1
-        if updates % EVERY == 0 and not BAND[0] * target <= average <= BAND[1] * target:
-            beta *= min(FACTOR, max(1 / FACTOR, average / target))
-        return BetaControl(min(max(beta, low), high), average, updates)
+        average = value
+        if self.average is not None:
+            average = DECAY * self.average + (1 - DECAY) * value
+        beta = self.beta
+        updates = self.updates + 1
+        low_band, high_band = BAND
+        if updates % EVERY == 0 and not low_band * target <= average <= high_band * target:
+            change = max(1 / FACTOR, average / target)
+            beta *= min(FACTOR, change)
+        beta = min(max(beta, low), high)
+        return BetaControl(beta, average, updates)
 
 
 def beta_control_sums(new: Tensor, old: Tensor, ref: Tensor | None, mask: Tensor) -> dict[str, Tensor]:
@@ -597,7 +597,9 @@ def is_too_far(value: float, args) -> bool:
 # ---- behaviour cloning
 def cloning_coefficient(step: int, start: float, end: float, hold: int, decay: int) -> float:
     """Weight of behaviour cloning in step 1, 2, …: `start` for `hold` steps, then linearly to `end` over `decay`."""
-    share = min(1.0, max(0, step - hold) / decay) if decay else float(step > hold)
+    if step <= hold:
+        return start
+    share = min(1.0, (step - hold) / decay) if decay else 1.0
     return start + share * (end - start)
 
 
@@ -606,8 +608,13 @@ def cloning_rows(policy: Policy, prompts: Sequence[Prompt], args) -> list[TrainR
 
     A row's `weight` is 1 over the number of rows and its target tokens: a mean over tokens, then over examples.
     """
-    found = [example for prompt in prompts for example in worked_examples(policy, prompt, args.bc_examples)]
-    return [TrainRow(example, 0.0, weight=1 / (len(found) * sum(example.mask))) for example in found]
+    examples: list[Rollout] = []
+    for prompt in prompts:
+        examples += worked_examples(policy, prompt, args.bc_examples)
+    rows = [TrainRow(example, 0.0) for example in examples]
+    for row in rows:
+        row.weight = 1 / (len(rows) * row.tokens)
+    return rows
 
 
 def cloning_loss(policy: Policy, batch: list[TrainRow]) -> Tensor:
@@ -618,23 +625,21 @@ def cloning_loss(policy: Policy, batch: list[TrainRow]) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ the update
-def cosine(share: float, end: float) -> float:
-    """Cosine from 1 to `end` as `share` goes from 0 to 1."""
-    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * min(max(share, 0.0), 1.0)))
-
-
 def lr_at(step: int, args) -> float:
     """Learning rate of a step, 1 to --steps: linear from lr_start over the warm-up, then cosine to lr_end."""
     if step <= args.warmup_steps:
         return args.lr * (args.lr_start + (1 - args.lr_start) * (step - 1) / args.warmup_steps)
-    share = (step - 1 - args.warmup_steps) / max(1, args.steps - 1 - args.warmup_steps)
+    decay_steps = max(1, args.steps - 1 - args.warmup_steps)
+    share = (step - 1 - args.warmup_steps) / decay_steps
     return args.lr * cosine(share, args.lr_end)
 
 
 def temperature_at(step: int, args) -> float:
+    """Sampling temperature of a step: linear from --temperature to --temperature-end."""
     if args.temperature_end < 0:
         return args.temperature
-    return args.temperature + (args.temperature_end - args.temperature) * (step - 1) / max(1, args.steps - 1)
+    change = args.temperature_end - args.temperature
+    return args.temperature + change * (step - 1) / max(1, args.steps - 1)
 
 
 def update(policy: Policy, optimizer: Optimizer, groups: list[Group], args, step: int, state: State, log) -> dict:
@@ -644,19 +649,25 @@ def update(policy: Policy, optimizer: Optimizer, groups: list[Group], args, step
     """
     temperature = temperature_at(step, args)
     beta = args.beta if args.beta_control == "off" else state.beta_control.beta
-    cloned = cloning_rows(policy, [group.prompt for group in groups], args) if args.bc_coef else []
-    bc_coef = cloning_coefficient(step, args.bc_coef, args.bc_end, args.bc_hold, args.bc_decay) if args.bc_coef else 0.0
-    batches = [rows_to_train(minibatch(groups, args, step, epoch, part), args, policy.version)
-               for epoch in range(args.inner_epochs) for part in range(args.minibatches)]
-    with_smaller_batches(
-        lambda: fill_ref_and_old_logps(policy, batches, args, temperature, state.micro_tokens), state, log)
+    cloned: list[TrainRow] = []
+    bc_coef = 0.0
+    if args.bc_coef:
+        cloned = cloning_rows(policy, [group.prompt for group in groups], args)
+        bc_coef = cloning_coefficient(step, args.bc_coef, args.bc_end, args.bc_hold, args.bc_decay)
+
+    def prepare() -> None:
+        fill_ref_and_old_logps(policy, batches, args, temperature, state.micro_tokens)
+
+    def accumulate() -> Sums:
+        return gradients(policy, optimizer, rows, args, beta, temperature, state.micro_tokens, cloned, bc_coef)
+
+    batches = train_batches(groups, args, step, policy.version)
+    with_smaller_batches(prepare, state, log)
     results, hooked, norms, sums = [], [], [], Sums()
     for rows in batches:
         if not rows and not cloned:
             continue
-        result = with_smaller_batches(
-            lambda rows=rows: gradients(policy, optimizer, rows, args, beta, temperature, state.micro_tokens, cloned,
-                                        bc_coef), state, log)
+        result = with_smaller_batches(accumulate, state, log)
         results.append(result)
         hooked.append(policy.task.on_gradients(policy))
         norm = guarded_step(optimizer, result, args, step, state)
@@ -664,13 +675,28 @@ def update(policy: Policy, optimizer: Optimizer, groups: list[Group], args, step
             norms.append(norm)
             sums.add(**result)
     policy.version = step
-    stopped = sum(is_too_far(watched(result, args), args) for result in results)
-    row = update_metrics(sums, norms, len(results) - len(norms) - stopped) | {"beta": beta}
+
+    watches = [watched(result, args) for result in results]
+    stopped = sum(is_too_far(value, args) for value in watches)
+    row = update_metrics(sums, norms, len(results) - len(norms) - stopped)
+    row["beta"] = beta
     if args.bc_coef:
-        row |= {"bc_loss": sums["bc_loss"] / max(1, len(norms)) if "bc_loss" in sums else None, "bc_coef": bc_coef}
+        row["bc_loss"] = sums["bc_loss"] / max(1, len(norms)) if "bc_loss" in sums else None
+        row["bc_coef"] = bc_coef
     if args.beta_control != "off":
-        row |= {"watched": mean(watched(result, args) for result in results), "hard_stops": stopped}
+        row["watched"] = mean(watches)
+        row["hard_stops"] = stopped
     return row | means(hooked)
+
+
+def train_batches(groups: list[Group], args, step: int, version: int) -> list[list[TrainRow]]:
+    """The rows of each optimizer step: --inner-epochs passes over the batch in --minibatches parts."""
+    batches = []
+    for epoch in range(args.inner_epochs):
+        for part in range(args.minibatches):
+            some = minibatch(groups, args, step, epoch, part)
+            batches.append(rows_to_train(some, args, version))
+    return batches
 
 
 def guarded_step(optimizer: Optimizer, result: Sums, args, step: int, state: State) -> float | None:
@@ -695,22 +721,27 @@ def guarded_step(optimizer: Optimizer, result: Sums, args, step: int, state: Sta
 
 def means(found: list[dict[str, float | None]]) -> dict[str, float | None]:
     """The mean of each number over the dictionaries that have it."""
-    names = dict.fromkeys(name for numbers in found for name in numbers)
-    return {name: mean(numbers.get(name) for numbers in found) for name in names}
+    columns: dict[str, list] = {}
+    for numbers in found:
+        for name, value in numbers.items():
+            columns.setdefault(name, []).append(value)
+    return {name: mean(values) for name, values in columns.items()}
 
 
 def fill_ref_and_old_logps(policy: Policy, batches: list[list[TrainRow]], args, temperature: float, budget: int
                            ) -> None:
     """Give every row the log-probabilities that it is compared with: the reference's, and, where the weights move
     within the batch, those from before the first of its updates (with a single update they equal the current ones)."""
-    rows = {row.rollout: row for batch in batches for row in batch}
-    if args.beta and rows:
+    every = [row for batch in batches for row in batch]
+    rows = {row.rollout: row for row in every}  # one of each rollout
+    distinct = list(rows.values())
+    if args.beta and distinct:
         with policy.as_reference() as hf:
-            fill_logps(policy, hf, list(rows.values()), "ref", temperature, budget)
+            fill_logps(policy, hf, distinct, "ref", temperature, budget)
     several = len(batches) > 1
     if several and args.old_logp == "forward":
-        fill_logps(policy, policy.hf, list(rows.values()), "old", temperature, budget)
-    for row in (row for batch in batches for row in batch):
+        fill_logps(policy, policy.hf, distinct, "old", temperature, budget)
+    for row in every:
         first = rows[row.rollout]
         row.ref, row.old = first.ref, first.old
         stale = age_of(row.rollout, policy.version) > 0  # the policy that wrote it is gone: its word is what is left
@@ -839,9 +870,12 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
     scores = [score for group in sampled for score in group.scores]
     rewards = [score.reward for score in scores if score.reward is not None]
     lengths = [sum(rollout.mask) for rollout in rollouts]
-    verdicts = [bool(score.flags["correct"]) for score in scores if score.flags.get("correct") is not None]
+    verdicts = [score.flags.get("correct") for score in scores]
+    verdicts = [bool(verdict) for verdict in verdicts if verdict is not None]
     stds = [group_std(group, args) for group in sampled]
+    compared = [group for group, std in zip(sampled, stds, strict=True) if std is not None]
     advantages = known([advantage for group in batch for advantage in group.advantages])
+    used = [group for group in batch if any(known([a for a in group.advantages if a != 0]))]
     metrics = {
         "reward_mean": of(np.mean, rewards),
         "reward_std": of(np.std, rewards),
@@ -856,14 +890,15 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
         "unscorable": len(scores) - len(rewards),
         "entropy": of(np.mean, sampled_entropies(rollouts)),
         "groups_sampled": len(sampled),
-        "groups_constant": sum(std is not None and is_constant(g, args) for g, std in zip(sampled, stds, strict=True)),
-        "groups_dropped": sum(std is None for std in stds),
-        "groups_used": sum(any(known([a for a in group.advantages if a != 0])) for group in batch),
+        "groups_constant": sum(is_constant(group, args) for group in compared),
+        "groups_dropped": len(sampled) - len(compared),
+        "groups_used": len(used),
         "advantage_mean": of(np.mean, advantages),
         "advantage_std": of(np.std, advantages),
     }
     for name in sorted({name for score in scores for name in score.parts}):
-        metrics[f"part_{name}"] = of(np.mean, [score.parts[name] for score in scores if name in score.parts])
+        values = [score.parts[name] for score in scores if name in score.parts]
+        metrics[f"part_{name}"] = of(np.mean, values)
     return metrics
 
 
@@ -953,9 +988,10 @@ def resume_notes(args, config: dict, state: State) -> list[str]:
         moves = [f"{flag_of(key)} {before[key]} -> {getattr(args, key)}" for key in changed]
         notes.append(f"changed by this resume: {', '.join(moves)}")
     if state.step >= args.steps:
-        return [*notes, f"nothing is left to do: the run has its {state.step} steps; --steps gives it more"]
-    if {"steps", "lr", "lr_end", "temperature_end"} & set(changed):
-        notes.append(f"the learning rate goes from {lr_at(state.step + 1, args):.3g} at step {state.step + 1} to "
+        notes.append(f"nothing is left to do: the run has its {state.step} steps; --steps gives it more")
+    elif {"steps", "lr", "lr_end", "temperature_end"} & set(changed):
+        first = state.step + 1
+        notes.append(f"the learning rate goes from {lr_at(first, args):.3g} at step {first} to "
                      f"{lr_at(args.steps, args):.3g} at step {args.steps}")
     return notes
 
@@ -968,24 +1004,20 @@ def evaluate_and_log(run: Run, policy: Policy, task: Task, args, step: int) -> d
 
 
 def evaluate_before_training(run: Run, policy: Policy, task: Task, args, log) -> None:
+    """The score of the untrained policy, on the console too."""
     found = evaluate_and_log(run, policy, task, args, 0)
-    told = [f"{name} {found[name]:.3f}" for name in ("reward", "accuracy") if found[name] is not None]
+    told = []
+    for name in ("reward", "accuracy"):
+        if found[name] is not None:
+            told.append(f"{name} {found[name]:.3f}")
     log(f"before training: held-out {', '.join(told)}" if told else "nothing is held out to evaluate on")
-
-
-def dry_run_args(args, folder: str):
-    """One tiny step in a temporary folder."""
-    return dataclasses.replace(args, out=folder, name="dry", steps=1, prompts=min(2, args.prompts), minibatches=1,
-                               max_new=min(8, args.max_new), overlong="keep", eval_size=2, eval_k=0)
 
 
 def main(argv: list[str] | None = None) -> int:
     log = Console()
     args, sources, command = resolve_args(Args, sys.argv[1:] if argv is None else argv, description=ABOUT)
-    if command.list_presets:
-        return list_presets()
-    if command.print_config:
-        return print_config(args, sources)
+    if printed(args, sources, command):
+        return 0
     if command.dry_run:
         scratch = tempfile.TemporaryDirectory(prefix="dry-run-")
         args = dry_run_args(args, scratch.name)

@@ -15,15 +15,17 @@ from typing import Any
 import torch
 
 from data import TrainingFailed, UserError
+from harness.config import config_json
 from harness.files import hash_of, strict_json, sync, write_atomic
 from harness.flags import flag_of, resume_rule
-from harness.folder import Run, config_json, run_rows
+from harness.folder import Run, run_rows
 from harness.publish import publish
 
 
 def write_folder(target: Path, fill) -> None:
     """Fill a folder under a temporary name, with a manifest of sizes and hashes, sync it, and rename it to `target`."""
-    part, old = (target.with_name(f".{target.name}.{what}") for what in ("part", "old"))
+    part = target.with_name(f".{target.name}.part")
+    old = target.with_name(f".{target.name}.old")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -55,8 +57,8 @@ def try_to_save(run: Run, what: str, save, pauses=()) -> str:
             raise
         except Exception as error:  # the disk's own errors, and what torch and safetensors make of them
             reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
-            run.log(f"  warning: {what} could not be saved ({reason}); "
-                    + (f"again in {pause} s" if pause else "the newest whole one stays"))
+            then = f"again in {pause} s" if pause else "the newest whole one stays"
+            run.log(f"  warning: {what} could not be saved ({reason}); {then}")
             time.sleep(pause or 0)
     return reason
 
@@ -122,15 +124,17 @@ def save_checkpoint(run: Run, policy, optimizer, state, args) -> None:
         (folder / "state.json").write_text(strict_json(dataclasses.asdict(state) | {"made_with": made_with(args)}))
 
     run.sync()
-    target, began = run.folder / "checkpoints" / f"step_{state.step}", time.perf_counter()
+    began = time.perf_counter()
+    target = run.folder / "checkpoints" / f"step_{state.step}"
     if target.exists() and is_whole(target):
         return
     if shutil.disk_usage(run.folder).free < checkpoint_bytes(policy, optimizer):  # now, not when the disk is full
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     write_folder(target, fill)
-    run.saved = {"checkpoint_mb": sum(path.stat().st_size for path in target.rglob("*")) / 1e6,
-                 "save_seconds": time.perf_counter() - began}
-    run.log(f"  saved {target} ({run.saved['checkpoint_mb']:.1f} MB in {run.saved['save_seconds']:.2f} s)")
+    size = sum(path.stat().st_size for path in target.rglob("*")) / 1e6
+    seconds = time.perf_counter() - began
+    run.saved = {"checkpoint_mb": size, "save_seconds": seconds}
+    run.log(f"  saved {target} ({size:.1f} MB in {seconds:.2f} s)")
     if args.keep_last:
         for old in checkpoints(run.folder)[args.keep_last :]:
             shutil.rmtree(old, ignore_errors=True)
@@ -138,8 +142,10 @@ def save_checkpoint(run: Run, policy, optimizer, state, args) -> None:
 
 def checkpoint_bytes(policy, optimizer) -> int:
     """What a checkpoint takes, about: two float32 moments of each trained weight, masters, and the model's own."""
-    trained = sum(master.numel() * (8 if p is master else 12) for p, master in optimizer.pairs)
-    return trained + sum(p.numel() * p.element_size() for p in policy.adapter.saved_parameters())
+    moments = 8 * optimizer.trained_weights
+    masters = sum(4 * master.numel() for parameter, master in optimizer.pairs if parameter is not master)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in policy.adapter.saved_parameters())
+    return moments + masters + weights
 
 
 def made_with(args) -> dict:
@@ -150,7 +156,8 @@ def made_with(args) -> dict:
 
 def load_checkpoint(policy, optimizer, path: Path, override: bool = False) -> dict[str, Any]:
     """Weights, optimizer, task and state from a checkpoint; the reference stays what the run began from."""
-    state, own = json.loads((path / "state.json").read_text()), made_with(policy.args)
+    state = json.loads((path / "state.json").read_text())
+    own = made_with(policy.args)
     for key, value in state.get("made_with", {}).items():
         if key in own and value != own[key] and not (override and key in ("model", "seed")):
             raise UserError(f"{path} is a checkpoint of another run: it was made with {flag_of(key)} {value}, not "
@@ -214,7 +221,8 @@ SAVE_PAUSES = (1, 5)  # seconds before the last save is tried again
 
 def keep_best(run: Run, policy, result: dict, state) -> None:
     """checkpoints/best: the weights of the best evaluation after step 0, and which that was."""
-    if result["reward"] is None or (state.best is not None and result["reward"] <= state.best):
+    reward = result["reward"]
+    if reward is None or (state.best is not None and reward <= state.best):
         return
 
     def fill(folder: Path) -> None:
@@ -223,7 +231,7 @@ def keep_best(run: Run, policy, result: dict, state) -> None:
 
     target = run.folder / "checkpoints" / "best"
     if not try_to_save(run, f"{target} of step {result['step']}", lambda: write_folder(target, fill), SAVE_PAUSES):
-        state.best = result["reward"]
+        state.best = reward
 
 
 def prepare_resume(run: Run, args, config: dict, state) -> None:
@@ -243,7 +251,10 @@ def prepare_resume(run: Run, args, config: dict, state) -> None:
 
 def room_notes(run: Run, policy, optimizer, args) -> list[str]:
     """A warning where the disk has no room for the checkpoints that this run keeps."""
-    needed = checkpoint_bytes(policy, optimizer) * (2 + (args.keep_last or args.steps // max(1, args.save_every)))
+    kept = args.keep_last or args.steps // max(1, args.save_every)
+    needed = checkpoint_bytes(policy, optimizer) * (2 + kept)  # and the best one, and the one that is being written
     free = shutil.disk_usage(run.folder).free
-    return [] if free > needed else [f"  warning: {run.folder} has {free / 1e9:.1f} GB free, and the run's checkpoints "
-                                     f"may take {needed / 1e9:.1f} GB; free some, or lower --keep-last"]
+    if free > needed:
+        return []
+    return [f"  warning: {run.folder} has {free / 1e9:.1f} GB free, and the run's checkpoints may take "
+            f"{needed / 1e9:.1f} GB; free some, or lower --keep-last"]

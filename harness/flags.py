@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import re
 import tomllib
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data import TASKS, UserError, load_task, nearest
-from harness.folder import read_run_config
+from harness.config import read_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = "the task's own (those of another: --task NAME --help)"
@@ -47,13 +46,20 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are one sentence, with the nearest right flag."""
 
     def error(self, message: str):
-        flags = [option for action in self._actions for option in action.option_strings]
-        hint = ""
-        if wrong := re.search(r"unrecognized arguments: (-[^\s=]+)", message):
-            flag = wrong[1]
-            owners = [name for name in TASKS if flag in map(flag_of, field_types(load_task(name).Options))]
-            hint = f" (a flag of --task {' and '.join(owners)})" if owners else nearest(flag, flags)
-        raise UserError(f"{message}{hint}")
+        wrong = re.search(r"unrecognized arguments: (-[^\s=]+)", message)
+        if not wrong:
+            raise UserError(message)
+        flag = wrong[1]
+        owners = [name for name in TASKS if flag in task_flags(name)]
+        if owners:
+            raise UserError(f"{message} (a flag of --task {' and '.join(owners)})")
+        known = [option for action in self._actions for option in action.option_strings]
+        raise UserError(f"{message}{nearest(flag, known)}")
+
+
+def task_flags(task: str) -> set[str]:
+    """The flags that a registered task adds."""
+    return {flag_of(name) for name in field_types(load_task(task).Options)}
 
 
 @functools.cache
@@ -70,11 +76,16 @@ def comments(cls: type) -> dict[str, str]:
 @functools.cache
 def sections(cls: type) -> dict[str, str]:
     """Field of a dataclass, or of its bases -> the comment line that it stands under."""
-    title, found = "", {}
+    title = ""
+    found: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, cls.__mro__):
         for line in inspect.getsource(base).splitlines():
-            if match := re.match(r"    (?:# (.+)|(\w+):)", line):
-                title, found = (match[1], found) if match[1] else (title, found | {match[2]: title})
+            heading = re.match(r"    # (.+)", line)
+            field = re.match(r"    (\w+):", line)
+            if heading:
+                title = heading[1]
+            elif field:
+                found[field[1]] = title
     return found
 
 
@@ -82,7 +93,9 @@ def field_types(cls: type) -> dict[str, Any]:
     """Field name -> its type, resolved through the modules of a dataclass and its bases."""
     types: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        types |= {k: v for k, v in typing.get_type_hints(base).items() if k in base.__dict__.get("__annotations__", {})}
+        own = base.__dict__.get("__annotations__", {})
+        hints = typing.get_type_hints(base)
+        types |= {name: hints[name] for name in hints if name in own}
     return types
 
 
@@ -90,6 +103,22 @@ def build_parser(cls: type, own: type, description: str = "", complete: bool = T
     """The parser of the flags of `cls`, those of its base `own` under the headings that they stand under there."""
     parser = Parser(prog="train_grpo.py", allow_abbrev=False, add_help=complete, description=description)
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # argparse's own takes -1e-3 for a flag
+    add_switches(parser)
+    types, notes, titles = field_types(cls), comments(cls), sections(own)
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        title = titles.get(field.name, OWN)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        default = "none" if field.default == "" else field.default
+        note = f"{notes.get(field.name, '')} [{default}]".replace("%", "%%")
+        groups[title].add_argument(flag_of(field.name), dest=field.name, default=argparse.SUPPRESS, help=note,
+                                   **keywords_of(types[field.name]))
+    return parser
+
+
+def add_switches(parser: Parser) -> None:
+    """What the command does beside its flags."""
     add = parser.add_argument
     add("--preset", nargs="+", action="extend", default=[], metavar="NAME",
         help="presets (configs/NAME.toml or a path), applied from left to right")
@@ -99,22 +128,17 @@ def build_parser(cls: type, own: type, description: str = "", complete: bool = T
     add("--list-presets", action="store_true", help="print the presets, each with its header")
     add("--print-config", action="store_true", help="print the resolved values and where each came from")
     add("--dry-run", action="store_true", help="load everything, do one tiny step in a temporary folder, stop")
-    types, notes, groups, group_of = field_types(cls), comments(cls), {}, sections(own)
-    for field in dataclasses.fields(cls):
-        flag, kind = flag_of(field.name), types[field.name]
-        keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
-        if kind is bool:
-            keywords["action"] = argparse.BooleanOptionalAction
-        elif typing.get_origin(kind) is Literal:
-            keywords["choices"] = typing.get_args(kind)
-        elif typing.get_origin(kind) is tuple:
-            keywords |= {"action": "extend", "nargs": "+", "metavar": "VALUE"}
-        else:
-            keywords |= {"type": kind, "metavar": kind.__name__.upper()}
-        default, title = field.default if field.default != "" else "none", group_of.get(field.name, OWN)
-        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
-        group.add_argument(flag, help=f"{notes.get(field.name, '')} [{default}]".replace("%", "%%"), **keywords)
-    return parser
+
+
+def keywords_of(kind: Any) -> dict[str, Any]:
+    """What argparse needs to read a flag of this type."""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is Literal:
+        return {"choices": typing.get_args(kind)}
+    if typing.get_origin(kind) is tuple:
+        return {"action": "extend", "nargs": "+", "metavar": "VALUE"}
+    return {"type": kind, "metavar": kind.__name__.upper()}
 
 
 def preset_path(name: str) -> Path:
@@ -138,37 +162,49 @@ def read_preset(name: str) -> dict[str, Any]:
 
 def check_type(key: str, value: Any, kind: Any, where: str) -> Any:
     """The value as its flag's type, or an error that names key and file."""
+    wrong = f"{where}: {key} = {value!r}"
     if typing.get_origin(kind) is Literal:
-        if value not in typing.get_args(kind):
-            raise UserError(f"{where}: {key} = {value!r}{nearest(str(value), typing.get_args(kind))} must be one of "
-                            f"{', '.join(typing.get_args(kind))}")
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise UserError(f"{wrong}{nearest(str(value), choices)} must be one of {', '.join(choices)}")
         return value
     if typing.get_origin(kind) is tuple:
-        if not (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)):
-            raise UserError(f"{where}: {key} = {value!r} must be a list of strings")
+        if not (isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)):
+            raise UserError(f"{wrong} must be a list of strings")
         return tuple(value)
     right = (int, float) if kind is float else kind
     if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
-        raise UserError(f"{where}: {key} = {value!r} must be {'a number' if kind is float else kind.__name__}")
+        raise UserError(f"{wrong} must be {'a number' if kind is float else kind.__name__}")
     return kind(value)
 
 
 def layer(values: dict[str, Any], types: dict[str, Any], task: str, where: str) -> dict[str, Any]:
     """A preset's values, checked. A table named after the run's task adds to them; other tasks' do not count, nor do
     those named after an overlay, see `preset_layers`."""
-    flat = {k: v for k, v in values.items() if not isinstance(v, dict)}
+    flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for table, content in values.items():
-        if isinstance(content, dict):
-            if table not in TASKS and not (ROOT / "configs" / f"{table}.toml").is_file():
-                raise UserError(f"{where}: unknown table [{table}]{nearest(table, TASKS)}")
-            for key, value in content.items() if table == task else ():
-                # a table within, as [tools.reward], is the option tools_reward: a list of NAME=VALUE
-                flat |= {f"{table}_{key}": [f"{k}={v}" for k, v in value.items()]} if isinstance(value, dict) else {
-                    key: value}
+        if not isinstance(content, dict):
+            continue
+        if table not in TASKS and not (ROOT / "configs" / f"{table}.toml").is_file():
+            raise UserError(f"{where}: unknown table [{table}]{nearest(table, TASKS)}")
+        if table == task:
+            flat |= task_table(table, content)
     for key in flat:
         if key not in types:
             raise UserError(f"{where}: unknown key {key}{nearest(key, types)}")
-    return {k: check_type(k, v, types[k], where) for k, v in flat.items()}
+    return {key: check_type(key, value, types[key], where) for key, value in flat.items()}
+
+
+def task_table(task: str, content: dict[str, Any]) -> dict[str, Any]:
+    """A task's table with flat keys: a table within, as [tools.reward], is the option tools_reward, a list of
+    NAME=VALUE."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            flat[f"{task}_{key}"] = [f"{name}={number}" for name, number in value.items()]
+        else:
+            flat[key] = value
+    return flat
 
 
 def preset_layers(names: list[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -178,8 +214,9 @@ def preset_layers(names: list[str]) -> list[tuple[str, dict[str, Any]]]:
     for name in names:
         before = list(layers)
         layers.append((f"preset {name}", read_preset(name)))
-        layers += [(f"{where} [{name}]", values[name]) for where, values in before
-                   if isinstance(values.get(name), dict) and name not in TASKS]
+        for where, values in before:
+            if isinstance(values.get(name), dict) and name not in TASKS:
+                layers.append((f"{where} [{name}]", values[name]))
     return layers
 
 
@@ -192,17 +229,29 @@ def changed_flags(args, base: dict) -> list[str]:
     return [key for key in base if json.dumps(getattr(args, key)) != json.dumps(base[key])]
 
 
-def print_config(args, sources: dict[str, str]) -> int:
+def printed(args, sources: dict[str, str], command) -> bool:
+    """Print what --list-presets or --print-config ask for; whether one did, so that nothing else is to be done."""
+    if command.list_presets:
+        list_presets()
+    elif command.print_config:
+        print_config(args, sources)
+    return command.list_presets or command.print_config
+
+
+def print_config(args, sources: dict[str, str]) -> None:
+    """Every flag with its value and where that came from."""
     for key, value in dataclasses.asdict(args).items():
         print(f"{key} = {value!r}  # {sources[key]}")
-    return 0
 
 
-def list_presets() -> int:
+def list_presets() -> None:
+    """Print every preset with the comment that it begins with."""
     for path in sorted((ROOT / "configs").glob("*.toml")):
-        header = list(itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines()))
-        print(path.stem, *(line.lstrip("# ") for line in header), sep="\n    ")
-    return 0
+        print(path.stem)
+        for line in path.read_text().splitlines():
+            if not line.startswith("#"):
+                break
+            print("    " + line.lstrip("# "))
 
 
 def args_class(core: type, task: str) -> type:
@@ -210,7 +259,7 @@ def args_class(core: type, task: str) -> type:
     options = load_task(task).Options
     if not dataclasses.is_dataclass(options):
         raise UserError(f"--task {task}: its Options must be a dataclass, @dataclasses.dataclass(frozen=True)")
-    clash = {f.name for f in dataclasses.fields(options)} & {f.name for f in dataclasses.fields(core)}
+    clash = {field.name for field in dataclasses.fields(options)} & set(core.__dataclass_fields__)
     if clash:
         raise UserError(f"--task {task}: its Options repeat flags of train_grpo.py: {', '.join(sorted(clash))}")
     return dataclasses.make_dataclass("Args", [], bases=(options, core), frozen=True)
@@ -225,34 +274,47 @@ def resolve_args(
     """
     # the task decides which other flags there are
     first, _ = build_parser(core, core, complete=False).parse_known_args(argv)
-    base = read_run_config(Path(first.resume))["args"] if first.resume else base or {}
+    if first.resume:
+        base = read_run_config(Path(first.resume))["args"]
     layers = preset_layers(first.preset)
-    layers += [("the run's config.json", base)] if base else []
-    given = vars(first)
-    task = given.get("task")
-    for where, values in reversed(layers):
-        task = task or check_type("task", values.get("task", ""), str, where)
-    reward = given.get("reward") or any(values.get("reward") for _, values in layers)
-    task = task or ("custom" if reward else core.task)
-    if reward and not issubclass(load_task(task), load_task("custom")):
-        raise UserError(f"--reward is for --task custom, not for --task {task}; use --task custom")
+    if base:
+        layers.append(("the run's config.json", base))
+    task, implied = task_of(core, vars(first), layers)
     cls = args_class(core, task)
-    types, command = field_types(cls), build_parser(cls, core, description).parse_args(argv)
-    values, sources = {"task": task}, {f.name: "default" for f in dataclasses.fields(cls)}
-    sources["task"] = "implied by --reward" if reward else "default"
+    types = field_types(cls)
+    command = build_parser(cls, core, description).parse_args(argv)
+
+    values: dict[str, Any] = {"task": task}
+    sources = {field.name: "default" for field in dataclasses.fields(cls)}
+    if implied:
+        sources["task"] = "implied by --reward"
     for where, content in layers:
         checked = layer(content, types, task, where)
         values |= checked
         sources |= dict.fromkeys(checked, where)
-    flags = {k: v for k, v in vars(command).items() if k in types}
-    values |= {k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()}
-    sources |= dict.fromkeys(flags, "flag")
+    for key, value in vars(command).items():
+        if key in types:
+            values[key] = tuple(value) if isinstance(value, list) else value
+            sources[key] = "flag"
     args = cls(**values)
     check_ranges(core, args, sources)
     args.check(sources)
     if first.resume:
         check_resume(args, base, command)
     return args, sources, command
+
+
+def task_of(core: type, given: dict[str, Any], layers: list[tuple[str, dict]]) -> tuple[str, bool]:
+    """The run's task, and whether --reward implies it."""
+    task = given.get("task")
+    for where, values in reversed(layers):
+        task = task or check_type("task", values.get("task", ""), str, where)
+    reward = given.get("reward") or any(values.get("reward") for _, values in layers)
+    if not task:
+        task = "custom" if reward else core.task
+    if reward and not issubclass(load_task(task), load_task("custom")):
+        raise UserError(f"--reward is for --task custom, not for --task {task}; use --task custom")
+    return task, bool(reward)
 
 
 def as_written(args, key: str, sources: dict[str, str]) -> str:
@@ -284,3 +346,9 @@ def check_resume(args, base: dict, command) -> None:
             raise UserError(began)
         if rule != "free" and not command.resume_override:
             raise UserError(f"{began} without --resume-override: it would be another run")
+
+
+def dry_run_args(args, folder: str):
+    """One tiny step in a temporary folder."""
+    return dataclasses.replace(args, out=folder, name="dry", steps=1, prompts=min(2, args.prompts), minibatches=1,
+                               max_new=min(8, args.max_new), overlong="keep", eval_size=2, eval_k=0)

@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import fcntl
 import gzip
-import importlib.metadata
 import io
 import itertools
 import json
@@ -20,20 +19,16 @@ import os
 import platform
 import secrets
 import shutil
-import subprocess
-import sys
 import time
 import typing
 from pathlib import Path
 from typing import Any
 
 from data import Group, Task, TrainingFailed, UserError
+from harness.config import check_files, config_json, describe_run, read_run_config
 from harness.console import Console, advice, console_line
-from harness.files import append_whole, hash_of, strict_json, sync, write_atomic
+from harness.files import append_whole, strict_json, sync, write_atomic
 from harness.publish import Reporter, check_packages
-
-ROOT = Path(__file__).resolve().parent.parent
-
 
 
 def hold(folder: Path) -> typing.IO:
@@ -187,15 +182,25 @@ class Run:
         self.write(self.csv_path, line.getvalue().encode(), append=True)
 
     def save_completions(self, step: int, groups: list[Group]) -> None:
+        """completions/step_N.jsonl.gz: a line a completion."""
         lines = []
         for i, group in enumerate(groups):
             advantages = group.advantages or [None] * len(group.rollouts)
-            for rollout_, score, advantage in zip(group.rollouts, group.scores, advantages, strict=True):
-                asked = group.prompt.messages
+            for rollout, score, advantage in zip(group.rollouts, group.scores, advantages, strict=True):
+                messages = group.prompt.messages
                 lines.append(strict_json({
-                    "step": step, "group": i, "prompt": asked if isinstance(asked, str) else asked[-1]["content"],
-                    "gold": group.prompt.gold, "text": rollout_.text, "reward": score.reward, "parts": score.parts,
-                    "flags": score.flags, "advantage": advantage, "length": sum(rollout_.mask), "stop": rollout_.stop}))
+                    "step": step,
+                    "group": i,
+                    "prompt": messages if isinstance(messages, str) else messages[-1]["content"],
+                    "gold": group.prompt.gold,
+                    "text": rollout.text,
+                    "reward": score.reward,
+                    "parts": score.parts,
+                    "flags": score.flags,
+                    "advantage": advantage,
+                    "length": sum(rollout.mask),
+                    "stop": rollout.stop,
+                }))
         data = gzip.compress(("\n".join(lines) + "\n").encode(), compresslevel=5, mtime=0)
         self.write(self.folder / "completions" / f"step_{step}.jsonl.gz", data)
 
@@ -215,10 +220,13 @@ class Run:
             if path.exists():
                 write_atomic(path, "".join(line + "\n" for line in whole_lines(path, step)).encode())
         whole = self.csv_path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
-        rows = list(csv.reader(whole.splitlines()))
-        self.columns = rows[0] if rows else self.columns  # those of the run, whatever the flags are now
-        kept = [row for row in rows[1:] if len(row) == len(self.columns) and row[0].isdigit() and int(row[0]) <= step]
-        text = "".join(",".join(row) + "\n" for row in [self.columns, *kept])
+        header, *rows = list(csv.reader(whole.splitlines())) or [self.columns]
+        self.columns = header  # those of the run, whatever the flags are now
+        lines = [header]
+        for row in rows:
+            if len(row) == len(header) and row[0].isdigit() and int(row[0]) <= step:
+                lines.append(row)
+        text = "".join(",".join(row) + "\n" for row in lines)
         write_atomic(self.csv_path, text.encode())
         for path in (self.folder / "completions").glob("step_*.jsonl.gz"):
             if int(path.name.split("_")[1].split(".")[0]) > step:
@@ -236,22 +244,6 @@ def csv_cell(value: Any) -> Any:
 
 def is_run(folder: Path) -> bool:
     return (folder / "metrics.csv").is_file()  # config.json is also in a model's folder
-
-
-def config_json(config: dict) -> bytes:
-    return json.dumps(config, indent=1).encode()
-
-
-def file_hashes(args) -> dict[str, str]:
-    """The files that flags name (data, rewards, task, templates; of a checkpoint its manifest) -> their hashes."""
-    found = {}
-    values = [value if isinstance(value, tuple) else (value,) for value in dataclasses.asdict(args).values()]
-    for word in (word for value in values for word in value if word and isinstance(word, str)):
-        for name in (word, word.rpartition(":")[0], f"{word}/manifest.json"):
-            with contextlib.suppress(OSError, ValueError):  # a text that is no path at all
-                if Path(name).is_file() and not name.endswith(".gguf"):
-                    found[name] = hash_of(Path(name))
-    return found
 
 
 def open_folder(folder: Path, args, sources: dict[str, str], command, log) -> tuple[typing.IO | None, dict]:
@@ -273,58 +265,26 @@ def open_folder(folder: Path, args, sources: dict[str, str], command, log) -> tu
     return lock, config
 
 
-def check_files(before: dict[str, str], now: dict[str, str], override: bool, log) -> None:
-    """Refuse to go on with data that are not those that the run began with; changed code is said."""
-    for name in sorted(name for name in before if now.get(name, before[name]) != before[name]):
-        if not name.endswith(".py") and not override:
-            raise UserError(f"{name} is not what it was when the run began (its sha256 differs); bring the old one "
-                            "back, or go on with --resume-override")
-        log(f"  warning: {name} is not what it was when the run began")
-
-
-def describe_run(args, sources: dict[str, str]) -> dict:
-    """What config.json holds: the resolved flags with their sources, the hashes of the files that they name, versions,
-    the code's git state, the machine."""
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, errors="replace")
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    versions = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "peft", "tokenizers", "numpy", "datasets", "math-verify", "bitsandbytes"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    in_git = bool(shutil.which("git")) and git("rev-parse", "--show-toplevel") == str(ROOT)
-    described = {
-        "args": dataclasses.asdict(args), "sources": sources, "command": sys.argv, "files": file_hashes(args),
-        "versions": versions, "machine": platform.platform(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "git": {"hash": git("rev-parse", "HEAD") if in_git else "", "diff": git("diff", "HEAD") if in_git else ""}}
-    return json.loads(json.dumps(described))  # tuples are lists, as in the file
-
-
 def whole_lines(path: Path, last: float = math.inf) -> list[str]:
     """The lines of a .jsonl file up to a step, without those that are torn or say no step."""
+    if not path.exists():
+        return []
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            found += [line] if 0 <= json.loads(line)["step"] <= last else []
+            if 0 <= json.loads(line)["step"] <= last:
+                found.append(line)
     return found
 
 
 def run_rows(folder: Path) -> list[dict]:
+    """The rows of a run's steps."""
     return [json.loads(line) for line in whole_lines(folder / "metrics.jsonl")]
 
 
 def run_evals(folder: Path) -> list[dict]:
-    records = map(json.loads, whole_lines(folder / "eval.jsonl"))
-    return [{k: v for k, v in record.items() if k != "answers"} for record in records]
-
-
-def read_run_config(folder: Path) -> dict:
-    """The config of a run that is resumed."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config["args"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise UserError(f"--resume {folder}: no run folder with a readable config.json ({reason})") from error
-    return config
+    """The evaluations of a run, without the answers."""
+    records = [json.loads(line) for line in whole_lines(folder / "eval.jsonl")]
+    for record in records:
+        record.pop("answers", None)
+    return records

@@ -13,6 +13,10 @@ from pathlib import Path
 
 from data import Group, Rollout, Score, Task, TrainingFailed
 
+HOUSE = Path(__file__).resolve().parent.parent
+OURS = ("engine", "models", "harness", "sandbox", "tasks",
+        "train_grpo.py", "data.py", "rewards.py", "eval.py", "plot_run.py")  # beside them a user's own files may stand
+
 
 def blame(error: BaseException) -> str:
     """'TypeError: text (my_rewards.py:12)': a failure with the last place in a file that is neither ours nor a
@@ -23,9 +27,15 @@ def blame(error: BaseException) -> str:
 
 
 def is_users(file: str) -> bool:
-    path, home = Path(file), Path(__file__).resolve().parent.parent
-    return path.is_file() and "site-packages" not in path.parts and Path(json.__file__).parents[1] not in path.parents \
-        and path.resolve().parent not in (home, home / "tasks")
+    """Whether a file is neither Python's nor a library's nor of this project."""
+    path = Path(file)
+    standard_library = Path(json.__file__).parents[1]
+    if not path.is_file() or "site-packages" in path.parts or standard_library in path.parents:
+        return False
+    if not path.resolve().is_relative_to(HOUSE):
+        return True
+    first = path.resolve().relative_to(HOUSE).parts[0]
+    return first not in OURS
 
 
 @contextlib.contextmanager
@@ -51,24 +61,33 @@ def noticed(seconds: float):
 
 def judge(task: Task, rollouts: list[list[Rollout]]) -> list[Group]:
     """Scored groups. A failure is its rollouts' result; the same failure in every one of them raises TrainingFailed."""
-    groups = []
     with noticed(60):
         judged = task.score_all(rollouts)
-    for rows, scores in zip(rollouts, judged, strict=True):
-        if isinstance(scores, Exception):
-            scores = [Score.unscorable(blame(scores)) for _ in rows]
-        if len(scores) != len(rows) or not all(isinstance(score, Score) for score in scores):
-            raise TrainingFailed(f"{type(task).__name__}.score must return one data.Score for each of {len(rows)} "
-                                 f"rollouts, it returned {str(scores):.100}")
-        unknown = {name for score in scores for name in score.parts} - set(task.parts)
-        if unknown:
-            raise TrainingFailed(f"{type(task).__name__}.score gave the reward part {min(unknown)!r}, which is none of "
-                                 f"its parts = {task.parts}; name it there")
-        scores = [score if score.reward is None or math.isfinite(score.reward)
-                  else Score.unscorable("the reward is not finite") for score in scores]
-        groups.append(Group(rows[0].prompt, rows, scores))
-    reasons = [score.flags.get("unscorable") or score.flags.get("error") for g in groups for score in g.scores]
+    groups = [judged_group(task, rows, scores) for rows, scores in zip(rollouts, judged, strict=True)]
+    reasons = [score.flags.get("unscorable") or score.flags.get("error")
+               for group in groups for score in group.scores]
     kinds = {reason and reason.partition(":")[0] for reason in reasons}  # the texts may differ by completion
     if len(kinds) == 1 and None not in kinds:
         raise TrainingFailed(f"scoring failed in the same way for every completion: {reasons[0]}")
     return groups
+
+
+def judged_group(task: Task, rollouts: list[Rollout], scores: list[Score] | Exception) -> Group:
+    """One group with the scores that a task gave it, or with its failure. TrainingFailed where the task breaks the
+    interface."""
+    if isinstance(scores, Exception):
+        scores = [Score.unscorable(blame(scores)) for _ in rollouts]
+    if len(scores) != len(rollouts) or not all(isinstance(score, Score) for score in scores):
+        raise TrainingFailed(f"{type(task).__name__}.score must return one data.Score for each of {len(rollouts)} "
+                             f"rollouts, it returned {str(scores):.100}")
+    unknown = {name for score in scores for name in score.parts} - set(task.parts)
+    if unknown:
+        raise TrainingFailed(f"{type(task).__name__}.score gave the reward part {min(unknown)!r}, which is none of "
+                             f"its parts = {task.parts}; name it there")
+    return Group(rollouts[0].prompt, rollouts, [finite(score) for score in scores])
+
+
+def finite(score: Score) -> Score:
+    if score.reward is None or math.isfinite(score.reward):
+        return score
+    return Score.unscorable("the reward is not finite")

@@ -6,7 +6,7 @@ import functools
 
 import torch
 from peft.tuners.lora import Linear
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def fuse_lora(model):
@@ -26,17 +26,24 @@ def _forward(self, x: Tensor, *args, **keywords) -> Tensor:
     name = self.active_adapters[0] if len(self.active_adapters) == 1 else ""
     if args or keywords or self.disable_adapters or self.merged or not _plain(self, name, x):
         return type(self).forward(self, x, *args, **keywords)
-    rows = x.flatten(0, -2)  # of a row of tokens the base's output is then no view, and the sum is taken in its place
+    rows = x.flatten(0, -2)  # (n, in): the base's output is then no view, and the sum is taken in its place
     low = self.lora_A[name](rows) * self.scaling[name]
-    return self.base_layer(rows).addmm_(low, self.lora_B[name].weight.t()).unflatten(0, x.shape[:-1])
+    out = self.base_layer(rows).addmm_(low, self.lora_B[name].weight.t())
+    return out.unflatten(0, x.shape[:-1])
 
 
 def _plain(self, name: str, x: Tensor) -> bool:
     """Whether the product can be added in place: no variant, bias, dropout or autocast, and nobody looks in between."""
-    if name not in self.lora_A or name in self.lora_variant or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
+    if name not in self.lora_A or name in self.lora_variant or x.dim() < 2:
+        return False
+    if torch.is_autocast_enabled(x.device.type) or getattr(self.lora_dropout[name], "p", 0) != 0:
         return False
     a, b, base = self.lora_A[name], self.lora_B[name], self.get_base_layer()
-    return (x.dtype == a.weight.dtype == base.weight.dtype and b.bias is None
-            and getattr(self.lora_dropout[name], "p", 0) == 0
-            and not any(hooks for part in (base, b) for hooks in (
-                part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)))
+    if b.bias is not None or not x.dtype == a.weight.dtype == base.weight.dtype:
+        return False
+    return not (has_hooks(base) or has_hooks(b))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)

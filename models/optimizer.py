@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -85,3 +87,8 @@ def bitsandbytes_optimizer(args):
         raise UserError(f"--optimizer {args.optimizer} needs bitsandbytes (pip install bitsandbytes)") from error
     return {"adamw8bit": bitsandbytes.optim.AdamW8bit, "paged_adamw8bit": bitsandbytes.optim.PagedAdamW8bit}[
         args.optimizer]
+
+
+def cosine(share: float, end: float) -> float:
+    """Cosine from 1 to `end` as `share` goes from 0 to 1."""
+    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * min(max(share, 0.0), 1.0)))

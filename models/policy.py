@@ -74,6 +74,7 @@ class Policy:
     flex: bool = False
     server: Any = None  # samples in place of the engine
     filtered_mass: float = 0.0  # probability that top-p / top-k removed in the last rollout, mean over tokens
+    retries: int = 0  # rollouts that were begun anew, in smaller batches, for want of memory
 
     def __post_init__(self):
         self.stop_ids, self.rollout_tokens = stop_ids(self.hf, self.tokenizer), self.args.rollout_tokens
@@ -136,6 +137,7 @@ class Policy:
                 if not is_out_of_memory(error) or self.rollout_tokens <= self.args.max_new:
                     raise
             self.rollout_tokens //= 2
+            self.retries += 1
 
     @contextlib.contextmanager
     def as_reference(self):

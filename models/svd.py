@@ -106,19 +106,23 @@ class SVDModel(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Every δ, by module name, with what it belongs to."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        tensors = {name: layer.delta.detach().cpu().contiguous() for name, layer in self.layers.items()}
+        tensors = {}
+        for name, layer in self.layers.items():
+            tensors[name] = layer.delta.detach().cpu().contiguous()
         header = {"schema": SCHEMA, "base_model_name_or_path": self.source, "weights": self.weights}
         # one entry: several are written in an order that changes from file to file
         safetensors.torch.save_file(tensors, Path(folder) / FILE, {"header": json.dumps(header)})
 
     def load(self, folder: str | Path) -> None:
         """Take the δ of a folder. UserError where they belong to other weights."""
-        header = read_header(Path(folder) / FILE)
-        tensors = safetensors.torch.load_file(Path(folder) / FILE)
-        shapes = {name: tuple(layer.delta.shape) for name, layer in self.layers.items()}
-        if header.get("schema") != SCHEMA or {name: tuple(t.shape) for name, t in tensors.items()} != shapes or (
-                header.get("weights") != self.weights):
-            raise UserError(f"{folder}/{FILE} was trained on other weights than those of {self.source}")
+        file = Path(folder) / FILE
+        header = read_header(file)
+        tensors = safetensors.torch.load_file(file)
+        found = {name: tensor.shape for name, tensor in tensors.items()}
+        shapes = {name: layer.delta.shape for name, layer in self.layers.items()}
+        same = header.get("schema") == SCHEMA and header.get("weights") == self.weights
+        if not same or found != shapes:
+            raise UserError(f"{file} was trained on other weights than those of {self.source}")
         with torch.no_grad():
             for name, layer in self.layers.items():
                 layer.delta.copy_(tensors[name])
@@ -181,20 +185,30 @@ def decompositions(modules: dict[str, nn.Module], source: str, weights: str, cac
                    ) -> dict[str, tuple[Tensor, Tensor]]:
     """U (out, r) and Vᵀ (r, in) of every weight, r = min(out, in), from the cache or made now and kept there."""
     path = cache_home() / f"svd-{Path(source).name[:40]}-{weights[:24]}.safetensors"
-    if cache and path.is_file():
-        with contextlib.suppress(safetensors.SafetensorError, OSError, KeyError):
-            tensors = safetensors.torch.load_file(path)
-            if read_header(path) == {"weights": weights, "digest": digest(tensors)}:
-                return {name: (tensors[f"{name}.u"], tensors[f"{name}.vh"]) for name in modules}
-        log(f"{path} is damaged; the decompositions are made again")
-    tensors = {}
-    for name, module in modules.items():
-        weight = module.weight.detach().float()
-        u, _, vh = torch.linalg.svd(weight.T if isinstance(module, Conv1D) else weight, full_matrices=False)
-        tensors |= {f"{name}.u": u.cpu().contiguous(), f"{name}.vh": vh.cpu().contiguous()}
-    if cache:
-        write_tensors(path, tensors, {"weights": weights, "digest": digest(tensors)})
+    tensors = read_decompositions(path, weights, log) if cache else {}
+    if not tensors:
+        for name, module in modules.items():
+            weight = module.weight.detach().float()
+            if isinstance(module, Conv1D):
+                weight = weight.T
+            u, _, vh = torch.linalg.svd(weight, full_matrices=False)
+            tensors[f"{name}.u"] = u.cpu().contiguous()
+            tensors[f"{name}.vh"] = vh.cpu().contiguous()
+        if cache:
+            write_tensors(path, tensors, {"weights": weights, "digest": digest(tensors)})
     return {name: (tensors[f"{name}.u"], tensors[f"{name}.vh"]) for name in modules}
+
+
+def read_decompositions(path: Path, weights: str, log) -> dict[str, Tensor]:
+    """The tensors of a file in the cache; none where it is not there, damaged, or of other weights."""
+    if not path.is_file():
+        return {}
+    with contextlib.suppress(safetensors.SafetensorError, OSError, KeyError):
+        tensors = safetensors.torch.load_file(path)
+        if read_header(path) == {"weights": weights, "digest": digest(tensors)}:
+            return tensors
+    log(f"{path} is damaged; the decompositions are made again")
+    return {}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:

@@ -195,7 +195,7 @@ def end_in_child(work, files=(), after=lambda: None) -> typing.NoReturn:
         os._exit(code)
 
 
-def exit_code(child: int, seconds: float = 150) -> int:
+def exit_code(child: int, seconds: float = 500) -> int:
     """A child's exit code, negative where a signal ended it. TimeoutError, with the child killed, where it hangs; its
     threads' stacks are then in what it wrote."""
     until = time.monotonic() + seconds

@@ -5,19 +5,19 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import chaos
 import peft
 import pytest
 import torch
-from conftest import ROOT, make_args, read_csv, read_jsonl
+from conftest import ROOT, make_args, read_csv, read_jsonl, until
 from test_run_folder import after_step, flip, in_a_fork, own_task, same_log, within_step
 
 import engine.logps
@@ -312,7 +312,8 @@ def test_a_damaged_checkpoint_is_put_aside_so_that_no_later_save_counts_it(comma
     flip(copy / "checkpoints" / "step_4" / "optimizer.pt")
     assert command("--resume", copy, "--keep-last", "1").code == 0
     left = {path.name for path in (copy / "checkpoints").iterdir()}
-    assert left == {"step_4", "damaged_step_4", "best"} and harness.checkpoints.is_whole(copy / "checkpoints" / "step_4")
+    assert left == {"step_4", "damaged_step_4", "best"}
+    assert harness.checkpoints.is_whole(copy / "checkpoints" / "step_4")
 
 
 # ---- the best checkpoint, checkpoints elsewhere
@@ -336,13 +337,22 @@ def test_a_lora_checkpoint_loads_in_peft_alone(words, command, tmp_path):
 
 # ---- signals
 def test_a_signal_while_the_libraries_load_ends_without_a_traceback(words, tmp_path):
-    for number, seconds in ((signal.SIGINT, 0.5), (signal.SIGTERM, 1.5)):
+    for number, loads_torch in ((signal.SIGINT, False), (signal.SIGTERM, True)):
         process = subprocess.Popen([*PYTHON, *words.flags, "--out", str(tmp_path)], stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE, text=True)
-        time.sleep(seconds)
+        until(lambda pid=process.pid: catches(pid, signal.SIGTERM))  # the last handler that the script's head installs
+        if loads_torch:
+            until(lambda pid=process.pid: "libtorch" in Path(f"/proc/{pid}/maps").read_text())
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate()
         assert process.returncode == 128 + number and err == ""
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+    return bool(caught >> (number - 1) & 1)
 
 
 def test_a_scorer_that_hangs_is_saved_by_one_signal_and_ended_by_the_next(words, tmp_path):
@@ -351,10 +361,12 @@ def test_a_scorer_that_hangs_is_saved_by_one_signal_and_ended_by_the_next(words,
         harness.scoring.noticed = lambda _: real(0.2)
 
     body = ("def score(self, rollouts):\n    if self.seen >= 6:\n        import os, signal, time\n"
-            "        time.sleep(0.5)\n        os.kill(os.getpid(), signal.SIGINT)\n        while True:\n"
+            "        while b'scoring has taken' not in open('said', 'rb').read(): time.sleep(0.05)\n"
+            "        os.kill(os.getpid(), signal.SIGINT)\n        while True:\n"
             "            time.sleep(0.1)\n            if os.path.exists('enough'):\n"
             "                os.kill(os.getpid(), signal.SIGINT)\n    return super().score(rollouts)")
-    flags = own_task(words, tmp_path, body.replace("'enough'", repr(str(tmp_path / "own" / "checkpoints" / "step_3"))))
+    body = body.replace("'enough'", repr(str(tmp_path / "own" / "checkpoints" / "step_3")))
+    flags = own_task(words, tmp_path, body.replace("'said'", repr(str(tmp_path / "said"))))
     assert forked_main([*flags, "--steps", "9", "--no-eval"], tmp_path / "said", work) == 130
     assert harness.checkpoints.is_whole(tmp_path / "own" / "checkpoints" / "step_3")  # save_every is 50
     assert f"own.py:{len(words.file.read_text().splitlines()) + 7}" in (tmp_path / "said").read_text()

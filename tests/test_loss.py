@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import bigram_policy, hand_rollout, make_args, new_state, scored
 
-import models.optimizer
 import train_grpo
+from models.optimizer import Optimizer
 
 V = 6
 RNG = random.Random(5)
@@ -151,7 +151,7 @@ def measured(*flags, old=OLD, budget=10**9):
         i = index[id(row.rollout)]
         row.old = None if old is None else torch.tensor(log_p(old, i), dtype=torch.float64)
         row.ref = torch.tensor(log_p(REF, i), dtype=torch.float64) if args.beta else None
-    sums = train_grpo.gradients(policy, models.optimizer.Optimizer(policy.model, args), rows, args, args.beta, 1.0, budget)
+    sums = train_grpo.gradients(policy, Optimizer(policy.model, args), rows, args, args.beta, 1.0, budget)
     return args, sums["loss"], policy.model.table.grad.numpy()
 
 
@@ -269,7 +269,7 @@ def test_every_metric_of_the_update_by_hand(flags):
                            "--lr", "0", "--max-grad-norm", "0.01", *flags.split(), reference=REF)
     args, groups = policy.args, groups_of()
     train_grpo.set_advantages(groups, args, None)
-    optimizer = models.optimizer.Optimizer(policy.model, args)
+    optimizer = Optimizer(policy.model, args)
     row = train_grpo.update(policy, optimizer, groups, args, 1, new_state(args), print)
     expected = by_hand(args, NEW, NEW, SAMPLER) | {"skipped_updates": 0, "beta": args.beta}
     expected["grad_norm"] = float(np.sqrt((gradient_by_hand(args, SAMPLER) ** 2).sum()))  # before clipping
@@ -285,7 +285,7 @@ def test_the_metrics_of_the_update_do_not_depend_on_micro_batches():
                                "sampler", "--micro-tokens", budget, reference=REF)
         groups = groups_of()
         train_grpo.set_advantages(groups, policy.args, None)
-        optimizer = models.optimizer.Optimizer(policy.model, policy.args)
+        optimizer = Optimizer(policy.model, policy.args)
         rows.append(train_grpo.update(policy, optimizer, groups, policy.args, 1, new_state(policy.args), print))
     for name in rows[0]:
         assert rows[1][name] == pytest.approx(rows[0][name], rel=1e-9), name
@@ -300,7 +300,8 @@ def test_tokens_of_rows_without_advantage_are_not_counted_as_clipped():
     rows = train_grpo.rows_to_train(groups, policy.args)
     for i, row in enumerate(rows):
         row.old = torch.tensor(log_p(OLD, i), dtype=torch.float64)
-    sums = train_grpo.gradients(policy, models.optimizer.Optimizer(policy.model, policy.args), rows, policy.args, policy.args.beta, 1.0, 1000)
+    args = policy.args
+    sums = train_grpo.gradients(policy, Optimizer(policy.model, args), rows, args, args.beta, 1.0, 1000)
     assert sums["clip_low"] == sums["clip_high"] == 0
 
 

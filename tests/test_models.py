@@ -9,12 +9,12 @@ import transformers
 from conftest import WordTask, hand_rollout, make_args, new_state, random_model, scored, word_tokenizer
 
 import harness.checkpoints
-import models.optimizer
 import models.policy
 import train_grpo
 from data import UserError
 from engine.logps import TrainRow, token_logps
 from models import loading
+from models.optimizer import Optimizer
 
 IDS = [([5], [3, 4, 1]), ([5], [6] * 5), ([3, 4, 5, 6], [9, 1]), ([3, 4, 5, 6], [3, 3, 9, 4])]
 
@@ -61,7 +61,7 @@ def run_update(policy, step=1, optimizer=None):
     rows = rows_of()
     groups = [scored(rows[:2], [0.0, 1.0]), scored(rows[2:], [2.0, -1.0])]
     train_grpo.set_advantages(groups, policy.args, None)
-    optimizer = optimizer or models.optimizer.Optimizer(policy.model, policy.args)
+    optimizer = optimizer or Optimizer(policy.model, policy.args)
     return train_grpo.update(policy, optimizer, groups, policy.args, step, new_state(policy.args), print)
 
 
@@ -120,7 +120,7 @@ def test_every_start_has_ratio_one_and_kl_zero_bit_for_bit(base, sft, start, dty
 def test_the_anchor_never_moves_and_the_policy_does(base, sft, start):
     from_adapter, adapter = STARTS[start]
     policy = load(sft if from_adapter else base, "--lr", "0.002", "--warmup-steps", "0", adapter=adapter)
-    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
+    optimizer = Optimizer(policy.model, policy.args)
 
     def anchor_logps():
         with policy.as_reference() as hf:
@@ -177,7 +177,7 @@ def test_only_the_adapter_is_trained_in_float32_also_on_a_bfloat16_base(base, sf
     trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     assert trained and all(".default." in n and p.dtype == torch.float32 for n, p in trained.items())
     assert {p.dtype for n, p in policy.model.named_parameters() if "lora" not in n} == {torch.bfloat16}
-    assert all(parameter is master for parameter, master in models.optimizer.Optimizer(policy.model, policy.args).pairs)
+    assert all(parameter is master for parameter, master in Optimizer(policy.model, policy.args).pairs)
 
 
 @pytest.mark.parametrize("start", ["lora", "sft"])
@@ -207,7 +207,7 @@ def test_rollout_old_and_new_logps_are_without_dropout(base, sft, start, flags):
     for row in rows:
         row.stop = "stop"
     train_grpo.set_advantages(groups, policy.args, None)
-    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
+    optimizer = Optimizer(policy.model, policy.args)
     row = train_grpo.update(policy, optimizer, groups, policy.args, 1, new_state(policy.args), print)
     assert row["ratio_max"] == row["ratio_mean"] == 1.0 and row["kl"] == 0.0 and row["logp_gap"] < 1e-5
 
@@ -291,7 +291,7 @@ def test_a_checkpoint_restores_weights_and_optimizer_but_never_the_anchor(base, 
     folder = sft if from_adapter else base
     flags = ("--lr", "0.01", "--warmup-steps", "0")
     policy = load(folder, *flags, adapter=adapter)
-    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
+    optimizer = Optimizer(policy.model, policy.args)
     run_update(policy, 1, optimizer)
     policy.save(tmp_path)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
@@ -299,7 +299,7 @@ def test_a_checkpoint_restores_weights_and_optimizer_but_never_the_anchor(base, 
     expected = run_update(policy, 2, optimizer)
 
     resumed = load(folder, *flags, adapter=adapter)
-    other = models.optimizer.Optimizer(resumed.model, resumed.args)
+    other = Optimizer(resumed.model, resumed.args)
     assert harness.checkpoints.load_checkpoint(resumed, other, tmp_path)["step"] == 1
     assert run_update(resumed, 2, other) == expected and expected["kl"] > 0
     assert torch.equal(logps(resumed), logps(policy))
@@ -402,7 +402,7 @@ def test_what_this_machine_lacks_is_one_sentence(base, flags, words):
         pytest.skip("this machine has it")
     with pytest.raises(UserError, match=words):
         policy = load(base, *flags)
-        models.optimizer.Optimizer(policy.model, policy.args)
+        Optimizer(policy.model, policy.args)
 
 
 # ---- the rest

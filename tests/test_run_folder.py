@@ -1,8 +1,8 @@
 """The run folder, stopping and resuming: what a user finds on disk after, during and instead of a whole run."""
 
 import contextlib
-import functools
 import dataclasses
+import functools
 import gc
 import io
 import itertools
@@ -373,9 +373,9 @@ def killed(words, tmp_path_factory):
     if child == 0:
         chaos.child_main([*words.flags, "--steps", "5000", "--save-every", "3", "--eval-every", "4", "--out", out,
                           "--name", "a"], out / "said")
-    path, deadline = out / "a" / "metrics.csv", time.monotonic() + 100
+    path = out / "a" / "metrics.csv"
     while not (path.exists() and path.read_bytes().count(b"\n") > 8):
-        assert os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < deadline
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
         time.sleep(0.02)
     os.kill(child, signal.SIGKILL)
     chaos.exit_code(child)
@@ -633,13 +633,12 @@ def test_a_second_signal_while_saving_ends_at_once_and_the_earlier_checkpoint_is
             save(policy, folder)
             if "step_3" in str(folder):
                 send(second)()
-                time.sleep(30)
+                time.sleep(3600)
 
         patch.setattr(models.policy.Policy, "save", saving)
         train_grpo.main([*words.flags, "--steps", "9", "--save-every", "2", "--out", str(tmp_path), "--name", "a"])
 
-    started = time.monotonic()
-    assert in_a_fork(work) == code and time.monotonic() - started < 20
+    assert in_a_fork(work) == code
     assert not (tmp_path / "a" / "checkpoints" / "step_3").exists()
     ended = command("--resume", tmp_path / "a", "--steps", "4")
     assert ended.code == 0 and "resumed at step 2" in ended.out

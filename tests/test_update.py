@@ -20,10 +20,10 @@ from conftest import (
 )
 
 import engine.logps
-import models.optimizer
 import train_grpo
 from data import Prompt, TrainingFailed
 from engine.logps import micro_batches, token_logps
+from models.optimizer import Optimizer
 
 PROMPTS = [Prompt("w5"), Prompt("w3 w4 w5 w6 w7 w8 w9 w10 w11 w12"), Prompt("w9 w9 w4")]
 UNEQUAL = [([5], [3, 4, 1]), ([5], [6] * 7), ([3, 4, 5, 6, 7, 8], [9, 1]), ([3, 4, 5, 6, 7, 8], [3, 3, 9, 4, 7])]
@@ -65,7 +65,7 @@ def gradient(policy, groups, budget, order=None, old=None):
         n = len(row.rollout.mask)
         row.old = -3 + 0.3 * torch.randn(n, dtype=torch.float64) if old else None
         row.ref = -3 + 0.3 * torch.randn(n, dtype=torch.float64) if args.beta else None
-    sums = train_grpo.gradients(policy, models.optimizer.Optimizer(policy.model, args), rows, args, args.beta, 1.0, budget)
+    sums = train_grpo.gradients(policy, Optimizer(policy.model, args), rows, args, args.beta, 1.0, budget)
     return sums["loss"], grads_of(policy.model)
 
 
@@ -118,11 +118,11 @@ def test_a_samples_gradient_does_not_depend_on_its_neighbours(kind):
     groups = batch_of()
     train_grpo.set_advantages(groups, policy.args, None)
     rows = train_grpo.rows_to_train(groups, policy.args)
-    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
+    optimizer = Optimizer(policy.model, policy.args)
     for neighbours in ([0, 1], [0, 2], [0, 1, 2, 3]):
         for row in rows[1:]:
             row.advantage = 0.0  # only the first row's loss is left
-        train_grpo.gradients(policy, optimizer, [rows[i] for i in neighbours], policy.args, policy.args.beta, 1.0, 10**6)
+        train_grpo.gradients(policy, optimizer, [rows[i] for i in neighbours], policy.args, 0.0, 1.0, 10**6)
         together = 0.0, grads_of(policy.model)
         train_grpo.gradients(policy, optimizer, rows[:1], policy.args, policy.args.beta, 1.0, 10**6)
         assert_same((0.0, grads_of(policy.model)), together, 1e-12)
@@ -132,7 +132,8 @@ def test_changing_one_row_changes_only_its_own_logps():
     policy = policy_of(kind="gpt2")
     before = engine.logps.TrainRow(hand_rollout([5], [3, 4]), 0.0)
     for other in ([9, 9, 9, 9, 9, 9, 9], [3]):
-        logp, _ = token_logps(policy, policy.hf, [before, engine.logps.TrainRow(hand_rollout([7, 7, 7], other), 0.0)], 1.0)
+        after = engine.logps.TrainRow(hand_rollout([7, 7, 7], other), 0.0)
+        logp, _ = token_logps(policy, policy.hf, [before, after], 1.0)
         alone, _ = token_logps(policy, policy.hf, [before], 1.0)
         assert torch.allclose(logp[0, :2], alone[0], atol=1e-12)
 
@@ -146,7 +147,7 @@ def test_gradient_checkpointing_gives_the_same_gradient_and_leaves_eval_mode():
 
 # ---- constant groups, masked rows
 def run_update(policy, groups, step=1, optimizer=None, state=None):
-    optimizer = optimizer or models.optimizer.Optimizer(policy.model, policy.args)
+    optimizer = optimizer or Optimizer(policy.model, policy.args)
     state = new_state(policy.args) if state is None else state
     for row in (row for group in groups for row in group.rollouts):
         row.version = [policy.version] * len(row.version)  # its own rollouts: none is stale
@@ -231,7 +232,7 @@ def test_a_row_without_a_completion_is_left_out():
 @pytest.mark.parametrize("epochs, parts", [(1, 1), (2, 1), (1, 2), (3, 2)])
 def test_inner_epochs_and_minibatches_count_the_optimizer_steps(epochs, parts):
     policy = bigram_policy(np.eye(10).tolist(), "--inner-epochs", str(epochs), "--minibatches", str(parts))
-    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
+    optimizer = Optimizer(policy.model, policy.args)
     rates = []
     step = optimizer.inner.step
     optimizer.inner.step = lambda: (rates.append(optimizer.inner.param_groups[0]["lr"]), step())
@@ -332,7 +333,7 @@ def digest(model):
 
 def test_updates_never_change_the_reference_and_the_kl_then_grows():
     policy = policy_of("--beta", "0.1", "--lr", "0.01", "--warmup-steps", "0", reference=True, dtype=torch.float32)
-    optimizer, before = models.optimizer.Optimizer(policy.model, policy.args), digest(policy.reference)
+    optimizer, before = Optimizer(policy.model, policy.args), digest(policy.reference)
     kls = [run_update(policy, batch_of(), step, optimizer)["kl"] for step in (1, 2, 3)]
     assert digest(policy.reference) == before != digest(policy.model)
     assert kls[0] == 0 < kls[1] < kls[2]
@@ -359,7 +360,7 @@ def test_clipping_scales_the_gradient_to_the_limit_and_reports_the_norm_before(l
     policy = policy_of("--max-grad-norm", str(limit))
     _, grads = gradient(policy, batch_of(), 10**6)
     norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
-    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
+    optimizer = Optimizer(policy.model, policy.args)
     gradient(policy, batch_of(), 10**6)
     assert optimizer.clip(limit) == pytest.approx(norm)
     clipped = math.sqrt(sum(float(g.square().sum()) for g in grads_of(policy.model).values()))
@@ -368,7 +369,7 @@ def test_clipping_scales_the_gradient_to_the_limit_and_reports_the_norm_before(l
 
 def test_weight_decay_is_decoupled_and_on_matrices_only():
     policy = policy_of("--weight-decay", "0.5", dtype=torch.float32, kind="gpt2")
-    optimizer, before = models.optimizer.Optimizer(policy.model, policy.args), weights_of(policy.model)
+    optimizer, before = Optimizer(policy.model, policy.args), weights_of(policy.model)
     for _, master in optimizer.pairs:
         master.grad = torch.zeros_like(master)
     optimizer.step(0.1)
@@ -379,7 +380,7 @@ def test_weight_decay_is_decoupled_and_on_matrices_only():
 
 def test_one_adamw_step_by_hand():
     policy = bigram_policy([[1.0, -2.0], [0.5, 3.0]], "--adam-beta1", "0.8", "--adam-beta2", "0.9")
-    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
+    optimizer = Optimizer(policy.model, policy.args)
     m = v = 0.0
     x = 1.0
     for t, g in enumerate((0.3, -0.7, 0.2), 1):
@@ -406,7 +407,7 @@ def test_bfloat16_weights_move_at_small_learning_rates_through_their_masters(rat
     torch.nn.init.normal_(model.weight, std=0.02)
     start = model.weight.detach().clone()
     naive = torch.nn.Parameter(start.clone())
-    optimizer = models.optimizer.Optimizer(model, make_args("--lr", str(rate)))
+    optimizer = Optimizer(model, make_args("--lr", str(rate)))
     constant_gradient(optimizer, [model.weight], 100, rate)
     assert model.weight.dtype == torch.bfloat16 and (model.weight != start).float().mean() > 0.5
     expected = start.float() - 100 * rate  # Adam's step of a constant gradient is the learning rate
@@ -421,7 +422,7 @@ def test_bfloat16_weights_move_at_small_learning_rates_through_their_masters(rat
 
 def test_bfloat16_gradients_are_summed_in_float32():
     model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16)
-    optimizer = models.optimizer.Optimizer(model, make_args())
+    optimizer = Optimizer(model, make_args())
     for scale in (1.0, *[2.0**-10] * 64):  # in bfloat16 the small ones would be lost
         (model.weight * scale).sum().backward()
     assert model.weight.grad is None
@@ -430,7 +431,7 @@ def test_bfloat16_gradients_are_summed_in_float32():
 
 def test_a_bfloat16_update_runs_and_the_weights_are_the_rounded_masters():
     policy = policy_of("--lr", "0.001", "--warmup-steps", "0", "--beta", "0.1", reference=True, dtype=torch.bfloat16)
-    optimizer = models.optimizer.Optimizer(policy.model, policy.args)
+    optimizer = Optimizer(policy.model, policy.args)
     row = run_update(policy, batch_of(), optimizer=optimizer)
     assert row["ratio_max"] == 1.0 and row["kl"] == 0.0 and row["grad_norm"] > 0
     for parameter, master in optimizer.pairs:
@@ -440,11 +441,11 @@ def test_a_bfloat16_update_runs_and_the_weights_are_the_rounded_masters():
 def test_the_masters_survive_a_save_and_load():
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8).to(torch.bfloat16)
-    optimizer = models.optimizer.Optimizer(model, make_args())
+    optimizer = Optimizer(model, make_args())
     constant_gradient(optimizer, list(model.parameters()), 3, 1e-5)
     saved = copy.deepcopy(optimizer.state_dict())
     other_model = copy.deepcopy(model)
-    other = models.optimizer.Optimizer(other_model, make_args())
+    other = Optimizer(other_model, make_args())
     other.load_state_dict(saved)
     for one, two in ((optimizer, model), (other, other_model)):
         constant_gradient(one, list(two.parameters()), 3, 1e-5)
@@ -476,7 +477,7 @@ def moments(optimizer):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_moments(value):
     policy = policy_of("--lr", "0.01", dtype=torch.float32)
-    optimizer, state = models.optimizer.Optimizer(policy.model, policy.args), new_state(policy.args)
+    optimizer, state = Optimizer(policy.model, policy.args), new_state(policy.args)
     Poison(policy, {1: value})
     assert run_update(policy, batch_of(), 1, optimizer, state)["skipped_updates"] == 0
     weights, adam = weights_of(policy.model), moments(optimizer)
@@ -493,7 +494,7 @@ def test_the_step_after_a_bad_one_is_as_if_it_had_not_been():
     results = []
     for poison in ({1: math.nan}, {}):
         policy = policy_of("--lr", "0.01", dtype=torch.float32)
-        optimizer, state = models.optimizer.Optimizer(policy.model, policy.args), new_state(policy.args)
+        optimizer, state = Optimizer(policy.model, policy.args), new_state(policy.args)
         Poison(policy, poison)
         for step in (1, 2, 3) if poison else (1, 3):
             run_update(policy, batch_of(), step, optimizer, state)
@@ -503,7 +504,7 @@ def test_the_step_after_a_bad_one_is_as_if_it_had_not_been():
 
 def test_bfloat16_masters_are_guarded_too():
     policy = policy_of("--lr", "0.01", dtype=torch.bfloat16)
-    optimizer, state = models.optimizer.Optimizer(policy.model, policy.args), new_state(policy.args)
+    optimizer, state = Optimizer(policy.model, policy.args), new_state(policy.args)
     run_update(policy, batch_of(), 1, optimizer, state)
     policy.task.on_gradients = lambda _: optimizer.pairs[0][1].grad.view(-1)[:1].fill_(math.nan) is None or {}
     before = [(p.clone(), m.clone()) for p, m in optimizer.pairs]
@@ -514,7 +515,7 @@ def test_bfloat16_masters_are_guarded_too():
 
 def test_bad_gradients_in_a_row_end_the_training_and_a_good_one_starts_the_count_anew():
     policy = policy_of("--max-bad-steps", "3", dtype=torch.float32)
-    optimizer, state = models.optimizer.Optimizer(policy.model, policy.args), new_state(policy.args)
+    optimizer, state = Optimizer(policy.model, policy.args), new_state(policy.args)
     Poison(policy, dict.fromkeys((0, 1, 3, 4, 5), math.nan))
     for step in range(1, 6):
         run_update(policy, batch_of(), step, optimizer, state)
@@ -549,7 +550,7 @@ def test_out_of_memory_halves_the_budget_and_the_gradient_is_undisturbed(monkeyp
     expected = run_update(quiet, batch_of())
     policy = policy_of("--beta", "0.1", "--micro-tokens", "20", reference=True, dtype=torch.float64)
     calls = failing(monkeypatch, lambda call, rows: call == nth, error)
-    optimizer, state, said = models.optimizer.Optimizer(policy.model, policy.args), new_state(policy.args), []
+    optimizer, state, said = Optimizer(policy.model, policy.args), new_state(policy.args), []
     groups = batch_of()
     train_grpo.set_advantages(groups, policy.args, None)
     row = train_grpo.update(policy, optimizer, groups, policy.args, 1, state, said.append)
@@ -609,7 +610,7 @@ def test_the_gradient_of_a_transformer_equals_a_textbook_grpo(beta):
             for p in policy.reference.parameters():
                 p.mul_(1.05)
     groups = batch_of()
-    optimizer = models.optimizer.Optimizer(policy.model, with_flags(policy.args, max_grad_norm=0.0))
+    optimizer = Optimizer(policy.model, with_flags(policy.args, max_grad_norm=0.0))
     grads = {}
     policy.task.on_gradients = lambda p: grads.update(grads_of(p.model)) or {}
     run_update(policy, groups, optimizer=optimizer)
