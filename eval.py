@@ -49,8 +49,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
     if n - c < k:
         return 1.0
-    all_wrong = math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
-    return 1.0 - all_wrong
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 def majority(answers: list[str | None], correct: list[bool]) -> bool:
@@ -177,7 +176,7 @@ def _majority_of(record: dict) -> bool | None:
 
 # ---- the command
 def read_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This command's flags, and the rest, which train_grpo.py knows."""
+    """This command's flags, and the rest, which train_grpo.py knows. Raises UserError for a wrong value."""
     parser = Parser(prog="eval.py", allow_abbrev=False, description=__doc__, epilog="And any flag of train_grpo.py.",
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder, hub id, run folder or checkpoint [train_grpo.py's default]")
@@ -214,7 +213,8 @@ def find_run(model: str) -> tuple[str, dict]:
 
 def resolve(core: type, own: argparse.Namespace, rest: list[str]):
     """The flags of train_grpo.py (the class `core`) for this evaluation, as `resolve_args` gives them."""
-    flags, base = [*rest, "--beta", "0"], {}  # evaluation needs no reference
+    flags = [*rest, "--beta", "0"]  # evaluation needs no reference
+    base = {}
     if own.model is not None:
         model, base = find_run(own.model)
         flags += ["--model", model]
@@ -235,16 +235,22 @@ def resolve(core: type, own: argparse.Namespace, rest: list[str]):
 
 
 def print_table(metrics: Metrics, records: list[dict], k: int, seconds: float) -> None:
+    """A line a metric, with pass@1, 2, 4, … k of the `k` samples a prompt; `seconds` the evaluation took."""
     rows = {"accuracy": metrics["accuracy"]}
     if k:
-        ks = [*(2**i for i in range(k.bit_length()) if 2**i < k), k]
-        rows |= {f"pass@{j}": value for j, value in zip(ks, pass_curve(records, ks), strict=True)}
+        ks = [2**i for i in range(k.bit_length()) if 2**i < k] + [k]
+        for samples, value in zip(ks, pass_curve(records, ks), strict=True):
+            rows[f"pass@{samples}"] = value
         rows[f"maj@{k}"] = metrics["maj_at_k"]
-    rows |= {name: value for name, value in metrics.items() if name not in ("accuracy", "pass_at_k", "maj_at_k")}
+    for name, value in metrics.items():
+        if name not in ("accuracy", "pass_at_k", "maj_at_k"):
+            rows[name] = value
     rows["seconds"] = seconds
     width = max(map(len, rows))
     for name, value in rows.items():
-        text = "-" if value is None else f"{value:d}" if isinstance(value, int) else f"{value:.4g}"
+        text = "-" if value is None else f"{value:.4g}"
+        if isinstance(value, int):
+            text = f"{value:d}"  # a count, with all its digits
         print(f"{name:{width}}  {text}")
 
 
@@ -275,8 +281,9 @@ def main(core: type, argv: list[str] | None = None) -> int:
     prompts = [prompt for prompt in task.heldout() if policy.fits(prompt)]
     if not prompts:
         raise UserError("no held-out prompt leaves room for an answer; lower --max-new or raise --context")
-    if len(prompts) < len(task.heldout()):
-        print(f"{len(task.heldout()) - len(prompts)} prompts are too long for the context and are left out")
+    too_long = len(task.heldout()) - len(prompts)
+    if too_long:
+        print(f"{too_long} prompts are too long for the context and are left out")
     print(f"evaluating {args.model} on {len(prompts)} prompts", flush=True)
     start = time.perf_counter()
     metrics, records, _ = evaluate(task, policy.sample, prompts, own.k, own.temperature)

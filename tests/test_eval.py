@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_task_contract import core_args, rollout
 
 import eval as evaluation
+import train_grpo
 from data import Prompt, Score, Task, TrainingFailed, UserError
 from tasks.math.task import MathTask
 
@@ -177,20 +178,24 @@ def test_own_flags_are_taken_and_the_rest_is_passed_on():
             evaluation.read_flags(flags)
 
 
+def resolved(*argv: str) -> train_grpo.Args:
+    """The flags of an evaluation command."""
+    args, _, _ = evaluation.resolve(train_grpo.Args, *evaluation.read_flags(list(argv)))
+    return args
+
+
 def test_flags_resolve_over_the_runs_own(tmp_path):
-    pytest.importorskip("train_grpo")
     held = tmp_path / "held.jsonl"
     run = tmp_path / "a"
     (run / "checkpoints" / "step_1").mkdir(parents=True)
     values = {"task": "math", "math_instruction": "mine", "max_new": 33, "eval_size": 17, "model": "base", "name": "a"}
     (run / "config.json").write_text(json.dumps({"args": values}))
-    args, *_ = evaluation.resolve(*evaluation.read_flags(["--model", str(run)]))
+    args = resolved("--model", str(run))
     assert (args.math_instruction, args.max_new, args.eval_size) == ("mine", 33, 17)
     assert args.model == str(run / "checkpoints" / "step_1")
-    args, *_ = evaluation.resolve(*evaluation.read_flags(["--model", str(run), "--data", str(held), "--max-new", "9"]))
+    args = resolved("--model", str(run), "--data", str(held), "--max-new", "9")
     assert (args.data, args.eval_data, args.max_new) == (str(held), str(held), 9) and args.eval_size >= 10**6
-    args, *_ = evaluation.resolve(*evaluation.read_flags(
-        ["--model", str(run), "--task", "custom", "--reward", "f.py:g", "-n", "3", "--data", str(held)]))
+    args = resolved("--model", str(run), "--task", "custom", "--reward", "f.py:g", "-n", "3", "--data", str(held))
     assert (args.task, args.max_new, args.eval_size, args.reward) == ("custom", 33, 3, ("f.py:g",))
 
 
