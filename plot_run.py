@@ -33,7 +33,6 @@ STYLE = {
 }  # fmt: skip
 LABELS = {"kl": "KL to reference", "eval_pass_at_k": "eval pass@k", "eval_maj_at_k": "eval maj@k"}
 COMPARED = "reward_mean,accuracy,eval_accuracy,kl,entropy,length_mean".split(",")
-FORMATS = (".png", ".pdf", ".svg", ".jpg")
 
 
 class Panel(NamedTuple):
@@ -69,7 +68,6 @@ CAPABILITY = Panel("capability vs faithfulness", {
     "eval_capture_rate": "capture rate × 100",
     "eval_clean_rate": "clean rate × 100",
 }, factors={"eval_fve": 100, "eval_hallucinations": 10, "eval_capture_rate": 100, "eval_clean_rate": 100})  # one scale
-JUDGED = ["eval_hallucinations", "eval_capture_rate", "eval_clean_rate"]
 # The columns of the trainer; any other is its task's own and goes to task.png.
 KNOWN = set(
     "step time tokens tokens_total reward_std reward_min reward_max reward_std_group groups_sampled unscorable logp_gap"
@@ -81,41 +79,35 @@ for panel in PANELS.values():
 Column = list[float | None]  # None: a gap
 
 
-class Series(NamedTuple):
-    """One metric as it is drawn: steps, values (NaN in a gap), and the places whose value has no neighbour."""
-
-    steps: list[float]
-    values: list[float]
-    alone: list[int]
-
-
 @dataclass
 class Run:
-    """What is on disk of one run: columns of equal length, one entry a step; steps and values of evaluations; `curves`
-    of the last one's answers: title, x_label, x, and y by name for `points` and for `lines`."""
+    """What is on disk of one run: columns of equal length, one entry a step; those of the evaluations; `curves` of
+    the last one's answers: title, x_label, x, and y by name for `points` and for `lines`."""
 
     name: str
     columns: dict[str, Column]
-    evals: dict[str, tuple[Column, Column]]
+    evals: dict[str, Column]  # `eval_step` and the metrics
     curves: list[dict]
     phases: dict[float, str]  # step -> what begins there, of a run that has a `phase`
 
-    def series(self, metric: str) -> Series:
-        """Series of a metric, empty where it has no value. What is measured now and then comes without the blanks
-        between, and every place of it is alone."""
+    def series(self, metric: str) -> tuple[list[float], list[float], list[int]]:
+        """Steps, values (NaN in a gap), and where a value has no neighbour; empty lists where there is no value.
+        What is measured now and then comes without the blanks between, and every place of it is in the third list."""
         steps = self.columns["step"]
         values = self.columns.get(metric, [])
         if metric in self.evals:
-            steps, values = self.evals[metric]
+            steps = self.evals["eval_step"]
+            values = self.evals[metric]
         there = {i: y for i, y in enumerate(values) if y is not None}
         alone = [i for i in there if i - 1 not in there and i + 1 not in there]
         if metric.startswith("eval_") or len(alone) == len(there):
-            return Series([steps[i] for i in there], list(there.values()), list(range(len(there))))
-        return Series(steps, with_gaps(values), alone)
+            steps = [steps[i] for i in there]
+            return steps, list(there.values()), list(range(len(there)))
+        return steps, with_gaps(values), alone
 
     def has(self, *metrics: str) -> bool:
         """Whether one of the metrics has a value."""
-        return any(self.series(metric).steps for metric in metrics)
+        return any(self.series(metric)[0] for metric in metrics)
 
 
 def number(value: object) -> float | None:
@@ -158,17 +150,14 @@ def read_records(path: Path) -> list[dict]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def read_evals(records: list[dict]) -> dict[str, tuple[Column, Column]]:
-    """Steps and values of each metric of the evaluations, named as the columns of metrics.csv are."""
-    steps = [number(record["step"]) for record in records]
+def read_evals(records: list[dict]) -> dict[str, Column]:
+    """Columns of the evaluations, one entry an evaluation, named as in metrics.csv."""
     keys = {}
     for record in records:
         keys |= record
-    keys.pop("step", None)
     evals = {}
     for key in keys:
-        values = [number(record.get(key)) for record in records]
-        evals["eval_" + key.removeprefix("eval_")] = (steps, values)
+        evals["eval_" + key.removeprefix("eval_")] = [number(record.get(key)) for record in records]
     return evals
 
 
@@ -221,9 +210,9 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def draw_line(ax: Axes, series: Series, label: str, index: int, smooth: float, factor: float) -> None:
+def draw_line(ax: Axes, run: Run, metric: str, label: str, index: int, smooth: float, factor: float) -> None:
     """A light line of what was logged under a strong smoothed one; sparse values as they are, with markers."""
-    steps, values, alone = series
+    steps, values, alone = run.series(metric)
     if not steps:
         return
     colour, dash = LOOKS[index % len(LOOKS)]
@@ -245,27 +234,30 @@ def draw_stack(ax: Axes, run: Run, labels: dict[str, str]) -> None:
     stack = {}
     for name, label in labels.items():
         if run.has(name):
-            values = run.columns[name]
-            stack[label] = np.nan_to_num(with_gaps(values + values[-1:]))
+            heights = run.columns[name]
+            heights = heights + heights[-1:]  # the last bar ends where it began
+            stack[label] = np.nan_to_num(with_gaps(heights))
     ax.stackplot(edges, stack.values(), labels=stack.keys(), colors=COLOURS, step="post", alpha=0.75, lw=0)
 
 
+def draw_band(ax: Axes, run: Run, smooth: float) -> None:
+    """The standard deviation of the reward round its mean."""
+    mean = np.array(smoothed(run.columns["reward_mean"], smooth))
+    std = np.array(smoothed(run.columns["reward_std"], smooth))
+    steps = run.columns["step"]
+    ax.fill_between(steps, mean - std, mean + std, color=COLOURS[0], alpha=0.13, linewidth=0, label="±1σ")
+
+
 def draw_lines(ax: Axes, runs: list[Run], panel: Panel, smooth: float) -> None:
-    """Lines of a panel: a colour a column for a single run, a colour a run for several; round a single run's mean
-    reward its standard deviation."""
+    """Lines of a panel: a colour a column for a single run, a colour a run for several."""
     single = len(runs) == 1
-    first = runs[0].columns
-    if single and "reward_mean" in panel.columns and "reward_std" in first:
-        mean = np.array(smoothed(first["reward_mean"], smooth))
-        std = np.array(smoothed(first["reward_std"], smooth))
-        ax.fill_between(first["step"], mean - std, mean + std, color=COLOURS[0], alpha=0.13, linewidth=0, label="±1σ")
     for i, run in enumerate(runs):
         for j, (column, label) in enumerate(panel.columns.items()):
             factor = panel.factors.get(column, 1)
             if single:
-                draw_line(ax, run.series(column), label, j, smooth, factor)
+                draw_line(ax, run, column, label, j, smooth, factor)
             else:
-                draw_line(ax, run.series(column), run.name, i, smooth, factor)
+                draw_line(ax, run, column, run.name, i, smooth, factor)
 
 
 def set_scale(ax: Axes, runs: list[Run], panel: Panel) -> None:
@@ -277,11 +269,16 @@ def set_scale(ax: Axes, runs: list[Run], panel: Panel) -> None:
         return
     values = []
     for run in runs:
-        values += run.series("kl").values
+        values += run.series("kl")[1]
     values = sorted(y for y in values if y < 0 or y > 0)  # it is 0 at the first step, and NaN in a gap
-    if values and values[0] > 0 and values[len(values) // 10] < values[-1] / 100:
+    if not values:
+        return
+    smallest = values[0]
+    largest = values[-1]
+    low_decile = values[len(values) // 10]
+    if smallest > 0 and low_decile < largest / 100:
         ax.set_yscale("log", nonpositive="mask")
-        ax.set_ylim(max(values[0], values[-1] * 1e-6) / 2, None)
+        ax.set_ylim(max(smallest, largest * 1e-6) / 2, None)
 
 
 def annotate(ax: Axes, run: Run, panel: Panel) -> None:
@@ -290,11 +287,13 @@ def annotate(ax: Axes, run: Run, panel: Panel) -> None:
         ax.axvline(step - 0.5, color="#555555", linewidth=0.8, linestyle=":")
         ax.text(step - 0.4, 0.98, phase.lower(), transform=ax.get_xaxis_transform(), va="top", size=7, rotation=90)
     handles, _ = ax.get_legend_handles_labels()
-    if len(handles) > 1:  # above the axes, and right of a factor such as 1e-8
-        largest = max(map(abs, ax.dataLim.intervaly))
-        left = 0 if 1e-5 < largest < 1e6 else 0.1
-        letters = sum(map(len, panel.columns.values()))
-        ax.legend(loc="lower left", bbox_to_anchor=(left, 1), ncols=2 if letters > 40 else 4)
+    if len(handles) < 2:
+        return
+    largest = max(map(abs, ax.dataLim.intervaly))
+    left = 0 if 1e-5 < largest < 1e6 else 0.1  # right of a factor such as 1e-8
+    letters = sum(map(len, panel.columns.values()))
+    across = 2 if letters > 40 else 4
+    ax.legend(loc="lower left", bbox_to_anchor=(left, 1), ncols=across)  # above the axes
 
 
 def grid(n: int) -> tuple[Figure, int]:
@@ -322,6 +321,8 @@ def draw_figure(runs: list[Run], panels: list[Panel], smooth: float = 0.8) -> Fi
         if panel.stacked:
             draw_stack(ax, runs[0], panel.columns)
         else:
+            if len(runs) == 1 and "reward_mean" in panel.columns and "reward_std" in runs[0].columns:
+                draw_band(ax, runs[0], smooth)
             draw_lines(ax, runs, panel, smooth)
         ax.set_ylabel(plain(panel.label))
         set_scale(ax, runs, panel)
@@ -390,6 +391,7 @@ def standard(run: Run) -> dict[str, list[Panel]]:
         columns = {name: name.removeprefix("part_") for name in names[i : i + 8]}
         parts.append(PANELS["parts"]._replace(columns=columns))
     overview = PANELS | {"parts": parts[0]} if parts else PANELS
+    judged = run.has("eval_hallucinations", "eval_capture_rate", "eval_clean_rate")
     task = []
     known = KNOWN.union(names, ["eval_" + name for name in run.columns])
     for name in run.columns:
@@ -402,7 +404,7 @@ def standard(run: Run) -> dict[str, list[Panel]]:
         "parts": parts,
         "loss": [PANELS["loss"], PANELS["kl"]],
         "task": task,
-        "capability_vs_faithfulness": [CAPABILITY] if run.has(*JUDGED) else [],
+        "capability_vs_faithfulness": [CAPABILITY] if judged else [],
     }
 
 
@@ -411,7 +413,9 @@ def plot_run(folder: str | Path, out_dir: str | Path | None = None, smooth: floa
     run = read_run(folder)
     out_dir = Path(out_dir or Path(folder) / "plots")
     out_dir.mkdir(parents=True, exist_ok=True)
-    figures = {name: draw_figure([run], panels, smooth) for name, panels in standard(run).items()}
+    figures = {}
+    for name, panels in standard(run).items():
+        figures[name] = draw_figure([run], panels, smooth)
     figures["curves"] = draw_curves(run)
     return [save(figure, out_dir / f"{name}.png") for name, figure in figures.items() if figure]
 
@@ -448,22 +452,22 @@ def command(args: argparse.Namespace) -> list[object]:
     """Does what the command line asks and returns what to print. ValueError, one sentence, for a mistake in it."""
     if not 0 <= args.smooth < 1:
         raise ValueError(f"--smooth is {args.smooth:g}; it is at least 0 and less than 1.")
-    if args.out and args.out.suffix.lower() not in FORMATS:
+    if args.out and args.out.suffix.lower() not in (".png", ".pdf", ".svg", ".jpg"):
         raise ValueError(f"cannot write {args.out}; a picture ends in .png, .pdf, .svg or .jpg.")
     runs = read_runs(args.runs)
-    names = {}
+    columns = {}
     for run in runs:
-        names |= run.columns | run.evals
-    del names["step"]
+        columns |= run.columns | run.evals
+    names = [name for name in columns if name not in ("step", "eval_step")]
     if args.list:
         lines = []
         for run in runs:
             lines += [f"{run.name}  {name}" for name in names if run.has(name)]
         return lines
     if args.metrics:
-        panels = choose(args.metrics.split(","), list(names))
+        panels = choose(args.metrics.split(","), names)
     elif len(runs) > 1:
-        panels = choose([name for name in COMPARED if name in names], list(names))
+        panels = choose([name for name in COMPARED if name in names], names)
     else:
         panels = standard(runs[0])["overview"]
     if args.out or args.metrics or len(runs) > 1:
