@@ -33,7 +33,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def adapted(kind="llama", dtype=torch.float32, seed=0):
     hf = random_model(kind, dtype=dtype, seed=seed)
-    return SVDModel(hf, "random", say=lambda text: None), hf
+    return SVDModel(hf, "random", log=lambda text: None), hf
 
 
 def stir(model, scale=0.05):

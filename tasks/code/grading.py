@@ -249,8 +249,8 @@ class Grader:
         return {key: conclude(results[place]) for key, place in places.items()}
 
     def _jobs(self, blocks: list[str], problem: dict, own: bool) -> list[Job]:
-        """The hidden tests, and where the response brings an evaluator of its `own`, that one on the response's code, on
-        a stub and on the canonical solution."""
+        """The hidden tests; where the response brings an evaluator of its `own`, that one on the response's code, on a
+        stub and on the canonical solution."""
         name = problem["func_name"]
         setup = problem["setup_code"]
         jobs = [self._job(tuple(blocks), tests=tuple(problem["gt_answer"]), name=name, setup=setup)]
@@ -312,7 +312,7 @@ def prompt_blocks(problem: dict) -> list[str]:
 
 
 def grade(response: str, problem: dict, rules: Rules | None = None) -> Verdict:
-    """Grade one response to a problem record (func_name and gt_answer at least; see `as_problem` in task.py for its form).
+    """Grade one response to a problem record (func_name and gt_answer at least; see `as_problem` in task.py).
 
     `rules` default to those of a run that discloses the loophole.
     """
