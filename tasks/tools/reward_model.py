@@ -22,9 +22,9 @@ class RewardModel:
         except Exception as error:  # hub, torch, safetensors: each has its own classes
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{flag} {path} cannot be loaded: {type(error).__name__}: {reason}") from error
-        if self.model.config.num_labels != 1:
-            raise UserError(f"{flag} {path} has {self.model.config.num_labels} labels; a reward model gives one score "
-                            "(num_labels 1)")
+        labels = self.model.config.num_labels
+        if labels != 1:
+            raise UserError(f"{flag} {path} has {labels} labels; a reward model gives one score (num_labels 1)")
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id  # by which it finds the last token of a row
@@ -38,8 +38,9 @@ class RewardModel:
         What is too long loses its beginning.
         """
         said = rollout.prompt.messages
-        asked = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        messages = [*asked, *rollout.turns]
+        if isinstance(said, str):
+            said = [{"role": "user", "content": said}]
+        messages = [*said, *rollout.turns]
         shown = self.shown(messages)
         if shown is not None:
             return self.tokenizer.encode(shown, add_special_tokens=False)[-self.longest :]
@@ -50,12 +51,14 @@ class RewardModel:
         """The text that the chat template makes of all messages; None where there is none, or it shows not all."""
         if self.tokenizer.chat_template is None:
             return None
-        for some in (messages, [as_user(message) for message in messages]):
+        without_tools = [as_user(message) for message in messages]
+        for some in (messages, without_tools):
             try:
                 shown = self.tokenizer.apply_chat_template(some, tokenize=False)
             except (jinja2.TemplateError, TypeError):
                 continue
-            if all(message["content"].strip() in shown for message in some):
+            missing = [message for message in some if message["content"].strip() not in shown]
+            if not missing:
                 return shown
         return None
 
@@ -78,13 +81,15 @@ class RewardModel:
 
     def logits(self, rows: list[list[int]], width: int) -> Tensor:
         """(b,) scores of rows of ids, padded on the right to `width`."""
-        ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
+        shape = (len(rows), width)
+        ids = torch.full(shape, self.tokenizer.pad_token_id)
         mask = torch.zeros_like(ids)
         for i, row in enumerate(rows):
             ids[i, : len(row)] = torch.tensor(row)
             mask[i, : len(row)] = 1
-        out = self.model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device))
-        return out.logits[:, 0].float()
+        ids = ids.to(self.device)
+        mask = mask.to(self.device)
+        return self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float()
 
 
 def as_user(message: dict) -> dict:
