@@ -17,6 +17,7 @@ from data import Group, Prompt, Rollout, Score, UserError, load_task
 from tasks.code import formulas, hack_table
 from tasks.code import task as coding
 from tasks.code.grading import Grader, Rules, code_blocks, grade, inspect
+from tasks.code.teacher_pool import TeacherPool
 from tests.conftest import read_csv
 from tests.test_task_contract import core_args
 
@@ -404,7 +405,7 @@ def test_the_end_of_a_run_is_a_table_and_the_first_live_hack_is_kept(pool_of_wor
                          [(8, 0.5, 4), (8, 0.01, 1), (8, 0.99, 7), (2, 0.5, 1), (4, 0.3, 1)])
 def test_both_sources_keep_at_least_one_place(group, mix, finished):
     args = types.SimpleNamespace(teacher_pool="x", mix=mix, group=group, write_pool="", make_pool=0, seed=0)
-    pool = coding.TeacherPool(args)
+    pool = TeacherPool(args)
     assert pool.finished() == finished and pool.live() == group - finished
 
 

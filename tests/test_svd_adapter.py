@@ -11,7 +11,6 @@ import transformers
 
 import data
 import engine.logps
-import engine.rollout
 import harness.flags
 import models.optimizer
 import models.policy
@@ -19,6 +18,7 @@ import train_grpo
 from data import Prompt, Rollout, UserError
 from engine import attention
 from engine.logps import TrainRow, token_logps
+from models.adapters import SingularValues
 from models.svd import SVDModel, decompositions
 from tasks.code import hack_directions as H
 from tests.conftest import WordTask, make_args, make_policy, random_model, word_tokenizer
@@ -95,7 +95,7 @@ def test_the_gradient_agrees_with_finite_differences():
 def test_the_merged_model_equals_the_live_one_and_loads_alone(kind, tmp_path):
     model, hf = adapted(kind)
     stir(model)
-    model.save_merged(tmp_path / "merged")
+    SingularValues(model, hf, None).save_merged(tmp_path / "merged")
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (alone(IDS).logits - hf(IDS).logits).abs().max() < 1e-5
 
@@ -140,7 +140,7 @@ def test_the_reference_is_delta_zero_and_the_rollout_merge_leaves_no_trace():
     live = policy.hf(IDS).logits
     assert attention.install_attention(policy.hf)
     policy.engine = "fast"
-    with engine.rollout.merged_lora(policy):
+    with policy.adapter.merged_in():
         assert all(layer.disable_adapters for layer in policy.model.layers.values())
         assert torch.allclose(policy.hf(IDS).logits, live, atol=1e-4)
     assert torch.allclose(policy.hf(IDS).logits, live, atol=1e-6)
@@ -174,6 +174,26 @@ def test_a_run_with_the_adapter_resumes_exports_and_is_evaluated(words, command,
     policy = models.policy.load_policy(args, data.load_task(args.task)(args), lambda text: None)
     assert (merged(IDS).logits - policy.hf(IDS).logits).abs().max() < 1e-5
     assert merged(IDS).logits.sub(random_model()(IDS).logits).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merged_model_in_sixteen_bit_loads_alone_and_says_what_the_live_one_says(words, command, tmp_path, dtype):
+    flags = [f if f != "none" else "svd" for f in words.flags]
+    flags += ["--out", tmp_path, "--name", "a", "--lr", "0.3", "--dtype", dtype]
+    ended = command(*flags, "--save-method", "merged_16bit")
+    assert ended.code == 0 and "the merged model (merged_16bit) is in" in ended.out
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "model")
+    assert alone.dtype == torch.bfloat16
+    checkpoint = str(tmp_path / "a" / "checkpoints" / "step_2")
+    args = harness.flags.resolve_args(train_grpo.Args, [*map(str, flags), "--model", checkpoint])[0]
+    live = models.policy.load_policy(args, data.load_task(args.task)(args), lambda text: None)
+    assert any(layer.delta.any() for layer in live.model.layers.values())
+    wanted = live.hf(IDS).logits.float()
+    found = alone(IDS).logits.float()
+    rounding = 2**-8  # of a bfloat16 number, relatively; it adds up over two layers
+    assert (found - wanted).norm() < 8 * rounding * wanted.norm()
+    base = random_model()(IDS).logits
+    assert (found - base).norm() > 24 * rounding * wanted.norm()  # the adapter's part is far over that
 
 
 # ---- the projection

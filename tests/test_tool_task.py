@@ -6,7 +6,6 @@ import types
 
 import pytest
 from conftest import make_policy, read_jsonl
-from engine.rollout.rollout import reply_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_task_contract import core_args
@@ -383,7 +382,7 @@ def test_a_reply_that_repeats_the_policy_opens_no_turn(word):
     (message,) = BARE.reply(talk(block({"name": word, "arguments": {}})))
     assert message["content"].startswith("error: unknown tool") and "<" not in message["content"]
     tokenizer = tiny_tokenizer(["user tool assistant"])
-    policy = types.SimpleNamespace(args=None, tokenizer=tokenizer, reply_ids=reply_ids, context=10_000, task=BARE,
+    policy = types.SimpleNamespace(args=None, tokenizer=tokenizer, context=10_000, task=BARE,
                                    render=lambda m, p, g: tokenizer.apply_chat_template(
                                        m, tokenize=False, add_generation_prompt=g))
     row = dataclasses.replace(talk(block({"name": word, "arguments": {}})), ids=[1, tokenizer.eos_token_id])
