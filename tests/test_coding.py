@@ -401,8 +401,13 @@ def test_the_end_of_a_run_is_a_table_and_the_first_live_hack_is_kept(pool_of_wor
     assert len(hack_table.table([{"step": i} for i in range(1, 122)])) == 2 + 41
 
 
-@pytest.mark.parametrize(("group", "mix", "finished"),
-                         [(8, 0.5, 4), (8, 0.01, 1), (8, 0.99, 7), (2, 0.5, 1), (4, 0.3, 1)])
+@pytest.mark.parametrize("group, mix, finished", [
+    (8, 0.5, 4),
+    (8, 0.01, 1),
+    (8, 0.99, 7),
+    (2, 0.5, 1),
+    (4, 0.3, 1),
+])
 def test_both_sources_keep_at_least_one_place(group, mix, finished):
     args = types.SimpleNamespace(teacher_pool="x", mix=mix, group=group, write_pool="", make_pool=0, seed=0)
     pool = TeacherPool(args)
