@@ -112,9 +112,11 @@ def test_samples_are_left_out_by_reason_and_counted(tmp_path):
 
 def test_a_sample_offers_its_tools_only(tmp_path):
     records = [{"prompt": f"Compute {i}+1.", "gt": 1, "tools": [TOOL]} for i in range(30)]
-    prompt = ToolTask(core_args("tools", data=write(tmp_path, records))).prompts(1)[0]
+    task = ToolTask(core_args("tools", data=write(tmp_path, records)))
+    (prompt,) = task.prompts(1)
     assert prompt.meta["allowed"] == ["calculate_math"]
-    assert [tool["function"]["name"] for tool in prompt.meta["tools"]] == ["calculate_math"]
+    (tool,) = prompt.meta["tools"]
+    assert tool["function"]["name"] == "calculate_math"
 
 
 @pytest.mark.parametrize("easy", [False, True])
@@ -140,6 +142,7 @@ def asked_in(samples) -> set[tuple[str, ...]]:
 # ---- the reward
 PROMPT = Prompt([{"role": "user", "content": ASK}], ["3", "12"], {
     "allowed": ["calculate_math", "unit_converter", "calculator"], "expressions": ["1+2", "3*4"]})
+DEFAULTS = {**WEIGHTS, **LIMITS}
 BARE = ToolTask.__new__(ToolTask)  # replies need its flags only
 BARE.args = core_args("tools")
 CALLS = block(call_of("1+2")) + block(call_of("3*4"))
@@ -158,11 +161,13 @@ def talk(*said: str, prompt: Prompt = PROMPT, stop: str = "stop") -> Rollout:
 
 def found_in(*said: str, prompt: Prompt = PROMPT, stop: str = "stop") -> dict:
     gold = [value_of(value) for value in prompt.gold]
-    return components(read_events(talk(*said, prompt=prompt, stop=stop)), prompt.meta["expressions"], gold)
+    events = read_events(talk(*said, prompt=prompt, stop=stop))
+    return components(events, prompt.meta["expressions"], gold)
 
 
 def worth(*said: str, step: int = 0, tag: str = "semi_hard", **keywords) -> float:
-    return sum(reward(found_in(*said, **keywords), {**WEIGHTS, **LIMITS}, step, tag).values())
+    found = found_in(*said, **keywords)
+    return sum(reward(found, DEFAULTS, step, tag).values())
 
 
 PERFECT = {  # the others are 0
@@ -275,15 +280,18 @@ def test_a_rollout_that_still_wants_a_tool_is_unfinished():
 @pytest.mark.parametrize("name", sorted(WEIGHTS))
 def test_each_weight_moves_its_own_component_only(name):
     found = dict.fromkeys(WEIGHTS, 1.0)
-    plain = reward(found, {**WEIGHTS, **LIMITS}, 0, "soft")
-    moved = reward(found, {**WEIGHTS, **LIMITS, name: WEIGHTS[name] + 1}, 0, "soft")
+    weights = {**DEFAULTS, name: WEIGHTS[name] + 1}
+    plain = reward(found, DEFAULTS, 0, "soft")
+    moved = reward(found, weights, 0, "soft")
     assert {part for part in WEIGHTS if plain[part] != moved[part]} == {name}
 
 
 @pytest.mark.parametrize("name", sorted(MOST))
 def test_a_penalty_counts_at_most_so_many(name):
     found = dict.fromkeys(WEIGHTS, 0.0) | {name: 1000.0}
-    assert reward(found, {**WEIGHTS, **LIMITS}, 0, "soft")[name] == WEIGHTS[name] * LIMITS[MOST[name]]
+    most = LIMITS[MOST[name]]
+    parts = reward(found, DEFAULTS, 0, "soft")
+    assert parts[name] == WEIGHTS[name] * most
 
 
 @pytest.mark.parametrize("said, step, tag, value", [
@@ -300,11 +308,10 @@ def test_caps_and_clip(said, step, tag, value):
 
 def test_a_missing_tag_costs_more_with_time_and_caps():
     found = dict.fromkeys(WEIGHTS, 0.0) | {"no_tag": 1.0, "exact": 1.0, "coverage": 1.0}
-    weights = {**WEIGHTS, **LIMITS}
-    prices = [reward(found, weights, step, "soft")["no_tag"] for step in (0, 50, 100, 900)]
+    prices = [reward(found, DEFAULTS, step, "soft")["no_tag"] for step in (0, 50, 100, 900)]
     assert prices == pytest.approx([-0.3, -0.9, -1.5, -1.5])
     for tag, expected in (("semi_hard", [2, 2]), ("hard", [2, 0])):
-        totals = [sum(reward(found, weights, step, tag).values()) for step in (99, 100)]
+        totals = [sum(reward(found, DEFAULTS, step, tag).values()) for step in (99, 100)]
         assert totals == pytest.approx(expected)
 
 
@@ -321,8 +328,9 @@ TAGS = st.sampled_from(["soft", "semi_hard", "hard"])
 @settings(max_examples=150, deadline=None)
 @given(CONVERSATIONS, STEPS, TAGS)
 def test_no_gibberish_is_worth_more_than_an_honest_right_rollout(said, step, tag):
-    parts = reward(found_in(*said), {**WEIGHTS, **LIMITS}, step, tag)
-    assert set(parts) <= set(PARTS) and sum(parts.values()) <= 4.0 < worth(*RIGHT, step=step, tag=tag)
+    parts = reward(found_in(*said), DEFAULTS, step, tag)
+    assert set(parts) <= set(PARTS)
+    assert sum(parts.values()) <= 4.0 < worth(*RIGHT, step=step, tag=tag)
 
 
 @pytest.mark.parametrize("spam", [", ".join(map(str, range(2000))), "3 12 " * 50, "3 or 12", "12" * 3000, "," * 90_000])

@@ -107,9 +107,10 @@ def test_what_python_writes_comes_back(arguments):
     assert call["error"] is None or "\\x" in repr(arguments) or "\\U" in repr(arguments)
 
 
-@pytest.mark.parametrize("text", ["what's the weather", "if (x) { log(y)", "</tool_call>",
-"<think>", 'a "quoted" {word',
-                                  "<tool_call>{", "\\", "）", "a\nb"])
+@pytest.mark.parametrize("text", [
+    "what's the weather", "if (x) { log(y)", "</tool_call>", "<think>", 'a "quoted" {word', "<tool_call>{", "\\", "）",
+    "a\nb",
+])
 def test_what_stands_in_an_argument_is_left_as_it_is(text):
     value = {"name": "search", "arguments": {"query": text}}
     assert parse_tool_calls(block(value) + block(A)) == [{**value, "canonical": True, "error": None},
@@ -177,8 +178,9 @@ def test_function_style_is_not_read_beside_a_block():
     assert asked(f'{block(A)} calculate_math("2*3")') == READ[:1]
 
 
-@pytest.mark.parametrize("text", ['calculate_math("1+1"', "calculate_math((1)", "calculate_math(1]",
-"calculator(1, 2)"])
+@pytest.mark.parametrize("text", [
+    'calculate_math("1+1"', "calculate_math((1)", "calculate_math(1]", "calculator(1, 2)",
+])
 def test_a_broken_function_call_is_an_error(text):
     (call,) = parse_tool_calls(text)
     assert call["error"]
@@ -192,6 +194,9 @@ WEARING = ["{", "<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{"a"
            "<tool_call ", "<think a", "2(", "2(3+4)", "(²", "(1+1)²(", "<tool_call>{'a':None,'b':["]
 
 
+PIECES = [*WEARING, json.dumps(A), "</tool_call>", " ", "calculate_math", ")", '"', "x"]
+
+
 @pytest.mark.parametrize("piece", WEARING)
 def test_hostile_text_takes_linear_time(piece):
     text = piece * (100_000 // len(piece))
@@ -203,8 +208,7 @@ def test_hostile_text_takes_linear_time(piece):
 
 
 @FEW
-@given(st.lists(st.sampled_from([*WEARING, json.dumps(A), "</tool_call>", " ", "calculate_math",
-")", '"', "x"]), max_size=12))
+@given(st.lists(st.sampled_from(PIECES), max_size=12))
 @example(["\ud800"])
 def test_any_text_gives_calls_of_one_shape(pieces):
     for call in parse_tool_calls("".join(pieces)):
