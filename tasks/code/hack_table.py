@@ -143,7 +143,8 @@ class Ledger:
         return {"generations": self.generations, "first_hack": self.first_hack}
 
     def load_state_dict(self, state: dict) -> None:
-        self.generations, self.first_hack = state["generations"], state["first_hack"]
+        self.generations = state["generations"]
+        self.first_hack = state["first_hack"]
 
 
 def number_of(scores: list[Score], flag: str) -> int:
