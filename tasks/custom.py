@@ -11,7 +11,7 @@ import json
 import types
 from collections.abc import Callable
 
-from data import Group, Prompt, Rollout, Score, Task, UserError, train_and_heldout
+from data import Group, Prompt, Rollout, Score, Task, UserError, train_and_heldout, without_heldout
 from harness.scoring import blame
 from rewards import BadReward, call_reward, equivalent, final_answer, load_reward, weighted_sum
 
@@ -36,29 +36,29 @@ class CustomTask(Task):
         for spec in args.reward:
             self._add_reward(spec)
         self.parts = tuple(self.functions)
-        train, held, notes = train_and_heldout(args, convert)
+        train, heldout, notes = train_and_heldout(args, convert)
         self.notes += dict.fromkeys(notes)  # a file that is both --data and --eval-data is reported once
         # Functions get the same columns in every step, None where a record lacks one.
-        self.column_names = sorted({name for prompt in train + held for name in prompt.meta["columns"]})
-        seen = {same_prompt(prompt) for prompt in held}
-        kept = [prompt for prompt in train if same_prompt(prompt) not in seen]
-        if kept and len(kept) < len(train):
-            self.notes.append(f"{len(train) - len(kept)} training prompts are also held-out ones and were removed")
-        if not kept and args.data != args.eval_data:
+        self.column_names = sorted({name for prompt in train + heldout for name in prompt.meta["columns"]})
+        train, notes = without_heldout(train, heldout, prompt_text, "prompts")
+        self.notes += notes
+        if not train and args.data != args.eval_data:
             raise UserError(f"no training prompts of {args.data} are left beside the held-out ones")
         self.steps = 0  # steps observed so far: the functions' trainer_state.global_step
-        self.deal(kept, held)
+        self.deal(train, heldout)
 
     def _add_reward(self, spec: str) -> None:
         try:
             name, weight, function = load_reward(spec)
         except ValueError as error:
             raise UserError(f"--{error}") from error  # it begins with "reward" and the spec
-        unique, n = name, 1
+        unique = name
+        n = 1
         while unique in self.functions:
             n += 1
             unique = f"{name}_{n}"
-        self.functions[unique], self.weights[unique] = function, weight
+        self.functions[unique] = function
+        self.weights[unique] = weight
 
     def score(self, rollouts: list[Rollout]) -> list[Score]:
         result = self.score_all([rollouts])[0]
@@ -78,38 +78,48 @@ class CustomTask(Task):
             return [[next(scores) for _ in group] for group in groups]
         except UserError:
             raise
+        except BadReward as error:
+            return [error] * len(groups)
         except Exception as error:
-            return [error] * len(groups) if isinstance(error, BadReward) else self._judge_each(groups, error)
+            return self._judge_each(groups, error)
 
     def _judge_each(self, groups: list[list[Rollout]], error: Exception) -> list[list[Score] | Exception]:
-        out, tried, failed = [], 0, 0
+        out = []
+        tried = 0
+        failed = 0
         for group in groups:
-            out.append([])
+            scores = []
             for row in group:
                 try:
-                    out[-1] += self._judge([row])
+                    scores += self._judge([row])
                 except Exception as own:
                     failed += 1
-                    out[-1].append(Score.unscorable(blame(own)))
+                    scores.append(Score.unscorable(blame(own)))
                 tried += 1
                 if tried == failed == 8:
                     return [error] * len(groups)
+            out.append(scores)
         return out
 
     def _judge(self, rows: list[Rollout]) -> list[Score]:
         values = self._call(rows) if rows else {}
-        return [self._score_row(row, {name: values[name][i] for name in values}) for i, row in enumerate(rows)]
+        scores = []
+        for i, row in enumerate(rows):
+            own = {name: values[name][i] for name in values}
+            scores.append(self._score_row(row, own))
+        return scores
 
     def _call(self, rows: list[Rollout]) -> dict[str, list[float | None]]:
         """Each function's values, one a row."""
         prompts = [row.prompt.messages for row in rows]
-        completions = [row.text if isinstance(row.prompt.messages, str)
-                       else [{"role": "assistant", "content": row.text}] for row in rows]
-        ids = [row.ids[row.prompt_length:] for row in rows]
+        completions = [completion_of(row) for row in rows]
+        ids = [row.ids[row.prompt_length :] for row in rows]
         columns = {name: [row.prompt.meta["columns"].get(name) for row in rows] for name in self.column_names}
         state = types.SimpleNamespace(global_step=self.steps)
-        return {name: call_reward(function, prompts, completions, ids, columns, state)
-                for name, function in self.functions.items()}
+        values = {}
+        for name, function in self.functions.items():
+            values[name] = call_reward(function, prompts, completions, ids, columns, state)
+        return values
 
     def _score_row(self, row: Rollout, values: dict[str, float | None]) -> Score:
         parts = {name: value for name, value in values.items() if value is not None}
@@ -119,7 +129,8 @@ class CustomTask(Task):
         if row.prompt.gold is None:
             return Score(reward, parts)
         answer = final_answer(row.text)
-        return Score(reward, parts, {"correct": bool(equivalent(answer, row.prompt.gold)), "answer": answer})
+        correct = bool(equivalent(answer, row.prompt.gold))
+        return Score(reward, parts, {"correct": correct, "answer": answer})
 
     def observe(self, groups: list[Group]) -> dict[str, float]:
         self.steps += 1
@@ -133,20 +144,33 @@ class CustomTask(Task):
         super().load_state_dict(state)
 
 
+def completion_of(row: Rollout) -> str | list[dict]:
+    """Text where the prompt is text, else a list of one message."""
+    if isinstance(row.prompt.messages, str):
+        return row.text
+    return [{"role": "assistant", "content": row.text}]
+
+
 def convert(record: dict) -> Prompt:
     """The prompt of a record. Raises ValueError(reason) where it has none or one of another type."""
-    prompt, gold = record.get("prompt"), record.get("gold")
+    prompt = record.get("prompt")
     if prompt is None or prompt == "" or prompt == []:
         raise ValueError("no prompt")
-    if isinstance(prompt, list):
-        if not all(isinstance(m, dict) and isinstance(m.get("role"), str)
-                   and isinstance(m.get("content"), str | list) for m in prompt):
-            raise ValueError("prompt is a list, but not of messages with role and content")
-    elif not isinstance(prompt, str):
+    if not isinstance(prompt, str | list):
         raise ValueError("prompt is neither text nor a list of messages")
+    if isinstance(prompt, list) and not all(map(is_message, prompt)):
+        raise ValueError("prompt is a list, but not of messages with role and content")
+    gold = record.get("gold")
     columns = {name: value for name, value in record.items() if name not in NOT_COLUMNS}
     return Prompt(prompt, None if gold is None else str(gold), {"columns": columns})
 
 
-def same_prompt(prompt: Prompt) -> str:
+def is_message(value) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str | list)
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """What two records of one prompt share."""
     return json.dumps(prompt.messages, sort_keys=True, default=str)

@@ -1,6 +1,7 @@
 """The SVD adapter: what δ = 0 is, its gradient, its files; the directions of hacking and the projection."""
 
 import copy
+import dataclasses
 import math
 import shutil
 
@@ -10,18 +11,17 @@ import torch
 import transformers
 
 import data
-import engine.logps
-import engine.rollout
 import harness.flags
 import models.optimizer
 import models.policy
 import train_grpo
-from data import Prompt, Rollout, UserError
+from data import Prompt, UserError
 from engine import attention
 from engine.logps import TrainRow, token_logps
+from models.adapters import SingularValues
 from models.svd import SVDModel, decompositions
 from tasks.code import hack_directions as H
-from tests.conftest import WordTask, make_args, make_policy, random_model, word_tokenizer
+from tests.conftest import WordTask, hand_rollout, make_args, make_policy, random_model, word_tokenizer
 
 IDS = torch.tensor([[3, 9, 14, 4, 22, 7]])
 
@@ -33,7 +33,16 @@ def own_cache(tmp_path, monkeypatch):
 
 def adapted(kind="llama", dtype=torch.float32, seed=0):
     hf = random_model(kind, dtype=dtype, seed=seed)
-    return SVDModel(hf, "random", say=lambda text: None), hf
+    return SVDModel(hf, "random", log=lambda text: None), hf
+
+
+def logits(hf):
+    return hf(IDS).logits
+
+
+def distance(a, b):
+    """The largest absolute difference."""
+    return (a - b).abs().max()
 
 
 def stir(model, scale=0.05):
@@ -54,18 +63,20 @@ def test_delta_zero_is_the_base_bit_for_bit_and_another_delta_is_not(kind):
     base = random_model(kind)
     model, hf = adapted(kind)
     assert len(model.layers) == {"llama": 14, "qwen2": 14, "gpt2": 8}[kind]
-    assert torch.equal(hf(IDS).logits, base(IDS).logits)
+    assert torch.equal(logits(hf), logits(base))
     stir(model)
-    assert (hf(IDS).logits - base(IDS).logits).abs().max() > 1e-3
+    assert distance(logits(hf), logits(base)) > 1e-3
     with model.disable_adapter():
-        assert torch.equal(hf(IDS).logits, base(IDS).logits)
+        assert torch.equal(logits(hf), logits(base))
 
 
 def test_only_delta_is_trained_and_it_is_float32():
     model, _ = adapted(dtype=torch.bfloat16)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert all(name.endswith(".delta") and p.dtype == torch.float32 for name, p in trained.items())
     assert len(trained) == 14
+    for name, parameter in trained.items():
+        assert name.endswith(".delta")
+        assert parameter.dtype == torch.float32
 
 
 def test_the_gradient_agrees_with_finite_differences():
@@ -73,7 +84,7 @@ def test_the_gradient_agrees_with_finite_differences():
     stir(model)
 
     def loss():
-        return hf(IDS).logits.log_softmax(-1)[0, :, 5].sum()
+        return logits(hf).log_softmax(-1)[0, :, 5].sum()
 
     for name in list(model.layers)[::3]:
         delta = model.layers[name].delta
@@ -95,9 +106,9 @@ def test_the_gradient_agrees_with_finite_differences():
 def test_the_merged_model_equals_the_live_one_and_loads_alone(kind, tmp_path):
     model, hf = adapted(kind)
     stir(model)
-    model.save_merged(tmp_path / "merged")
+    SingularValues(model, hf, None).save_merged(tmp_path / "merged")
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (alone(IDS).logits - hf(IDS).logits).abs().max() < 1e-5
+    assert distance(logits(alone), logits(hf)) < 1e-5
 
 
 def test_deltas_come_back_from_a_folder_and_not_on_other_weights(tmp_path):
@@ -106,7 +117,7 @@ def test_deltas_come_back_from_a_folder_and_not_on_other_weights(tmp_path):
     model.save_pretrained(tmp_path)
     again, hf_again = adapted()
     again.load(tmp_path)
-    assert torch.equal(hf(IDS).logits, hf_again(IDS).logits)
+    assert torch.equal(logits(hf), logits(hf_again))
     other, _ = adapted(seed=5)
     with pytest.raises(UserError, match="other weights"):
         other.load(tmp_path)
@@ -120,15 +131,19 @@ def test_decompositions_are_cached_and_a_damaged_file_is_made_again(tmp_path):
     (file,) = (tmp_path / "cache" / "train_grpo").glob("svd-*.safetensors")
     before = file.stat().st_mtime_ns
     again = decompositions(modules, "m", "hash", True, said.append)
-    assert torch.equal(first["q"][0], again["q"][0]) and file.stat().st_mtime_ns == before and not said
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(bytes(data))
+    assert torch.equal(first["q"][0], again["q"][0])
+    assert file.stat().st_mtime_ns == before
+    assert not said
+    damaged = bytearray(file.read_bytes())
+    damaged[-5] ^= 1
+    file.write_bytes(bytes(damaged))
     mended = decompositions(modules, "m", "hash", True, said.append)
-    assert "damaged" in said[0] and torch.equal(mended["q"][1], first["q"][1])
+    assert "damaged" in said[0]
+    assert torch.equal(mended["q"][1], first["q"][1])
     u, vh = mended["q"]
     weight = modules["q"].weight.detach()
-    assert torch.allclose(u @ torch.diag(torch.diag(u.T @ weight @ vh.T)) @ vh, weight, atol=1e-5)
+    values = torch.diag(u.T @ weight @ vh.T)
+    assert torch.allclose(u @ torch.diag(values) @ vh, weight, atol=1e-5)
 
 
 def test_the_reference_is_delta_zero_and_the_rollout_merge_leaves_no_trace():
@@ -136,15 +151,16 @@ def test_the_reference_is_delta_zero_and_the_rollout_merge_leaves_no_trace():
     base = random_model()
     stir(policy.model)
     with policy.as_reference() as hf:
-        assert torch.equal(hf(IDS).logits, base(IDS).logits)
-    live = policy.hf(IDS).logits
+        assert torch.equal(logits(hf), logits(base))
+    live = logits(policy.hf)
     assert attention.install_attention(policy.hf)
     policy.engine = "fast"
-    with engine.rollout.merged_lora(policy):
+    with policy.adapter.merged_in():
         assert all(layer.disable_adapters for layer in policy.model.layers.values())
-        assert torch.allclose(policy.hf(IDS).logits, live, atol=1e-4)
-    assert torch.allclose(policy.hf(IDS).logits, live, atol=1e-6)
-    row = Rollout(Prompt("w3"), IDS[0].tolist(), [1, 1], [0.0] * 2, [0.0] * 2, [0] * 2, "stop", [])
+        assert torch.allclose(logits(policy.hf), live, atol=1e-4)
+    assert torch.allclose(logits(policy.hf), live, atol=1e-6)
+    *asked, before_last, last = IDS[0].tolist()
+    row = hand_rollout(asked, [before_last, last])
     logps = []
     for policy.engine in ("fast", "generate"):
         logps.append(token_logps(policy, policy.hf, [TrainRow(row, 1.0)], 1.0)[0])
@@ -157,59 +173,111 @@ def test_four_bit_weights_are_refused_in_one_sentence():
 
 
 def test_a_run_with_the_adapter_resumes_exports_and_is_evaluated(words, command, tmp_path):
-    flags = [f if f != "none" else "svd" for f in words.flags]
-    flags += ["--out", tmp_path, "--beta", "0.1", "--lr", "1e-2", "--save-method", "merged", "--keep-last", "0"]
+    flags = svd_flags(words, tmp_path, "--beta", "0.1", "--lr", "1e-2", "--save-method", "merged", "--keep-last", "0")
     assert command(*flags, "--name", "whole", "--steps", "4").code == 0
     assert command(*flags, "--name", "part", "--steps", "4", "--save-every", "2").code == 0
-    part = tmp_path / "part"
-    shutil.rmtree(part / "checkpoints" / "step_4")
-    assert command("--resume", part).code == 0
-    files = [safetensors.torch.load_file(tmp_path / name / "checkpoints" / "step_4" / "svd_adapter.safetensors")
-             for name in ("whole", "part")]
-    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
-    assert any(t.abs().max() > 0 for t in files[0].values())
-    folder = tmp_path / "whole" / "checkpoints" / "step_4"
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
-    args = harness.flags.resolve_args(train_grpo.Args, [str(f) for f in flags] + ["--model", str(folder)])[0]
-    policy = models.policy.load_policy(args, data.load_task(args.task)(args), lambda text: None)
-    assert (merged(IDS).logits - policy.hf(IDS).logits).abs().max() < 1e-5
-    assert merged(IDS).logits.sub(random_model()(IDS).logits).abs().max() > 1e-4
+    whole = tmp_path / "whole" / "checkpoints" / "step_4"
+    part = tmp_path / "part" / "checkpoints" / "step_4"
+    shutil.rmtree(part)
+    assert command("--resume", tmp_path / "part").code == 0
+    deltas = safetensors.torch.load_file(whole / "svd_adapter.safetensors")
+    again = safetensors.torch.load_file(part / "svd_adapter.safetensors")
+    assert all(torch.equal(delta, again[name]) for name, delta in deltas.items())
+    assert any(delta.abs().max() > 0 for delta in deltas.values())
+    merged = logits(transformers.AutoModelForCausalLM.from_pretrained(whole / "merged"))
+    live = logits(policy_of(flags, whole).hf)
+    assert distance(merged, live) < 1e-5
+    assert distance(merged, logits(random_model())) > 1e-4
+
+
+def svd_flags(words, folder, *more) -> list[str]:
+    """Flags of a short run of words with the adapter."""
+    flags = [flag if flag != "none" else "svd" for flag in words.flags]
+    return [*flags, "--out", str(folder), *more]
+
+
+def policy_of(flags: list[str], checkpoint) -> models.policy.Policy:
+    args = harness.flags.resolve_args(train_grpo.Args, [*flags, "--model", str(checkpoint)])[0]
+    task = data.load_task(args.task)(args)
+    return models.policy.load_policy(args, task, lambda text: None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merged_model_in_sixteen_bit_loads_alone_and_says_what_the_live_one_says(words, command, tmp_path, dtype):
+    flags = svd_flags(words, tmp_path, "--name", "a", "--lr", "0.3", "--dtype", dtype)
+    ended = command(*flags, "--save-method", "merged_16bit")
+    assert ended.code == 0
+    assert "the merged model (merged_16bit) is in" in ended.out
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "model")
+    assert alone.dtype == torch.bfloat16
+    live = policy_of(flags, tmp_path / "a" / "checkpoints" / "step_2")
+    assert any(layer.delta.any() for layer in live.model.layers.values())
+    wanted = logits(live.hf).float()
+    found = logits(alone).float()
+    rounding = 2**-8  # of a bfloat16 number, relatively; it adds up over two layers
+    assert (found - wanted).norm() < 8 * rounding * wanted.norm()
+    base = logits(random_model())
+    assert (found - base).norm() > 24 * rounding * wanted.norm()  # the adapter's part is far over that
 
 
 # ---- the projection
-ROWS = torch.linalg.qr(torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0].T
+def normal(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def gradient(seed=1):
-    return torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def float64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+ROWS = torch.linalg.qr(normal(12, 3, seed=0))[0].T
 
 
 def test_one_sided_removes_what_goes_towards_the_hack_and_keeps_what_goes_away():
     g = -2 * ROWS[0] + 3 * ROWS[1]  # descent moves +2 along the first direction, -3 along the second
     rest, fired = H.project(g, ROWS, "one_sided", False)
-    assert fired and torch.allclose(ROWS @ rest, torch.tensor([0.0, 3.0, 0.0], dtype=torch.float64), atol=1e-12)
+    assert fired
+    assert torch.allclose(ROWS @ rest, float64(0.0, 3.0, 0.0), atol=1e-12)
     rest, fired = H.project(g, ROWS, "no_gate", False)
-    assert fired and torch.allclose(ROWS @ rest, torch.zeros(3, dtype=torch.float64), atol=1e-12)
-    away = ROWS.T @ torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
+    assert fired
+    assert torch.allclose(ROWS @ rest, float64(0.0, 0.0, 0.0), atol=1e-12)
+    away = ROWS.T @ float64(1.0, 3.0, 2.0)
     kept, fired = H.project(away, ROWS, "one_sided", False)
-    assert not fired and kept is away
+    assert not fired
+    assert kept is away
 
 
 @pytest.mark.parametrize("gate", ["one_sided", "no_gate"])
 @pytest.mark.parametrize("seed", range(5))
 def test_energy_in_the_subspace_never_grows_and_magnitude_is_kept_on_request(gate, seed):
-    g = gradient(seed)
+    g = normal(12, seed=seed)
     rest, _ = H.project(g, ROWS, gate, False)
-    share = [float((ROWS @ x).square().sum() / x.square().sum()) for x in (g, rest)]
-    assert share[1] <= share[0] + 1e-12 and rest.norm() <= g.norm() + 1e-12
-    outside = g - ROWS.T @ (ROWS @ g)
-    assert torch.allclose(rest - ROWS.T @ (ROWS @ rest), outside, atol=1e-12)
+    assert energy(rest) <= energy(g) + 1e-12
+    assert rest.norm() <= g.norm() + 1e-12
+    assert torch.allclose(outside(rest), outside(g), atol=1e-12)
     kept, _ = H.project(g, ROWS, gate, True)
     assert math.isclose(float(kept.norm()), float(g.norm()), rel_tol=1e-12)
 
 
-PAIRS = [{"messages": f"w{5 + i} w{9 + i}", "hacked": f"w20 w{21 + i % 3}", "honest": f"w{11 + i} w{12 + i % 4}"}
-         for i in range(10)]
+def energy(g) -> float:
+    """Share of the squared norm that lies in the subspace of ROWS."""
+    inside = (ROWS @ g).square().sum()
+    return float(inside / g.square().sum())
+
+
+def outside(g):
+    return g - ROWS.T @ (ROWS @ g)
+
+
+def pair(i):
+    return {
+        "messages": f"w{5 + i} w{9 + i}",
+        "hacked": f"w20 w{21 + i % 3}",
+        "honest": f"w{11 + i} w{12 + i % 4}",
+    }
+
+
+PAIRS = [pair(i) for i in range(10)]
 
 
 def test_a_step_along_the_rest_does_not_raise_the_hacked_completion_to_first_order():
@@ -219,9 +287,13 @@ def test_a_step_along_the_rest_does_not_raise_the_hacked_completion_to_first_ord
     layers = policy.model.layers
 
     def gap():
-        pair = PAIRS[0]
-        return (H.likelihood(policy, pair["messages"], pair["hacked"])
-                - H.likelihood(policy, pair["messages"], pair["honest"]))
+        messages = PAIRS[0]["messages"]
+        hacked = H.likelihood(policy, messages, PAIRS[0]["hacked"])
+        honest = H.likelihood(policy, messages, PAIRS[0]["honest"])
+        return hacked - honest
+
+    def projected(g, rows):
+        return H.project(g, rows, "one_sided", False)[0]
 
     up = torch.autograd.grad(-gap(), [layer.delta for layer in layers.values()])  # a loss whose descent is the hack
 
@@ -237,21 +309,31 @@ def test_a_step_along_the_rest_does_not_raise_the_hacked_completion_to_first_ord
 
     whole = change(lambda g, rows: g)
     assert whole > 1e-4
-    assert abs(change(lambda g, rows: H.project(g, rows, "one_sided", False)[0])) < 0.01 * whole
-    assert change(lambda g, rows: H.project(-g, rows, "one_sided", False)[0]) < -0.9 * whole  # away: kept
+    assert abs(change(projected)) < 0.01 * whole
+    assert change(lambda g, rows: projected(-g, rows)) < -0.9 * whole  # away: kept
 
 
 def study(policy, **values):
-    flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    args = make_args("--task", "code", "--problems", "formulas", "--adapter", "svd", *flags)
-    made = H.Study(args, lambda: PAIRS)
+    flags = []
+    for name, value in values.items():
+        flags += [f"--{name.replace('_', '-')}", str(value)]
+    made = H.Study(study_args(*flags), lambda: PAIRS)
     made.prepare(policy, lambda text: None)
     return made
 
 
+def study_args(*flags):
+    return make_args("--task", "code", "--problems", "formulas", "--adapter", "svd", *flags)
+
+
 def with_gradients(policy):
     for i, layer in enumerate(policy.model.layers.values()):
-        layer.delta.grad = torch.randn(layer.delta.shape, generator=torch.Generator().manual_seed(i))
+        generator = torch.Generator().manual_seed(i)
+        layer.delta.grad = torch.randn(layer.delta.shape, generator=generator)
+    return gradients_of(policy)
+
+
+def gradients_of(policy):
     return {name: layer.delta.grad.clone() for name, layer in policy.model.layers.items()}
 
 
@@ -261,33 +343,47 @@ def test_every_arm_measures_and_vanilla_changes_no_bit(arm):
     made = study(policy, arm=arm, hack_k=2)
     before = with_gradients(policy)
     seen = made.on_gradients(policy)
-    same = [torch.equal(before[name], layer.delta.grad) for name, layer in policy.model.layers.items()]
-    assert all(same) if arm == "vanilla" else not all(same)
-    assert 0 < seen["cin"] < 1 and seen["fired"] > 0.3
-    assert seen["cout"] == pytest.approx(seen["cin"]) if arm == "vanilla" else seen["cout"] < seen["cin"]
+    same = [torch.equal(before[name], gradient) for name, gradient in gradients_of(policy).items()]
     with torch.no_grad():
         for layer in policy.model.layers.values():
             layer.delta -= 0.01 * layer.delta.grad
     leak = made.after_step()["adam_leak"]
-    assert leak < 1e-9 if arm != "vanilla" else leak > 1e-3
+    assert 0 < seen["cin"] < 1
+    assert seen["fired"] > 0.3
+    if arm == "vanilla":
+        assert all(same)
+        assert seen["cout"] == pytest.approx(seen["cin"])
+        assert leak > 1e-3
+    else:
+        assert not all(same)
+        assert seen["cout"] < seen["cin"]
+        assert leak < 1e-9
 
 
 def test_a_backward_split_by_source_sums_to_the_whole_and_measures_both():
     policy = svd_policy("--beta", "0")
     made = study(policy, hack_k=2)
-    rows = [TrainRow(Rollout(Prompt("w3 w4"), [3, 4, 5 + i, 9 + i], [1, 1], [0.0] * 2, [0.0] * 2, [0] * 2, "stop", []),
-                1.0 if i % 2 else -0.5, weight=0.25) for i in range(4)]
+    rows = []
+    for i in range(4):
+        row = hand_rollout([3, 4], [5 + i, 9 + i], prompt=Prompt("w3 w4"))
+        rows.append(TrainRow(row, 1.0 if i % 2 else -0.5, weight=0.25))
     optimizer = models.optimizer.Optimizer(policy.model, policy.args)
-    found = []
-    for split in ([], [[0, 3], [1, 2]]):
-        policy.task.split = lambda rollouts, split=split: split
+
+    def summed(split):
+        policy.task.split = lambda rollouts: split
         policy.task.on_part = made.on_part
         made.parts = []
         train_grpo.gradients(policy, optimizer, rows, policy.args, policy.args.beta, 1.0, 64)
-        found.append({name: layer.delta.grad.clone() for name, layer in policy.model.layers.items()})
-        seen = made.on_gradients(policy)
-    assert all(torch.allclose(a, found[1][name], atol=1e-7) for name, a in found[0].items())
-    assert 0 < seen["cin_s"] < 1 and 0 < seen["cin_t"] < 1 and seen["cin_s"] != seen["cin_t"]
+        return gradients_of(policy)
+
+    whole = summed([])
+    made.on_gradients(policy)
+    parts = summed([[0, 3], [1, 2]])
+    seen = made.on_gradients(policy)
+    assert all(torch.allclose(gradient, parts[name], atol=1e-7) for name, gradient in whole.items())
+    assert 0 < seen["cin_s"] < 1
+    assert 0 < seen["cin_t"] < 1
+    assert seen["cin_s"] != seen["cin_t"]
 
 
 def test_directions_point_towards_the_hack_and_are_taken_by_value():
@@ -298,12 +394,13 @@ def test_directions_point_towards_the_hack_and_are_taken_by_value():
     rows = H.differences(policy, [PAIRS[i] for i in order[2:]])
     for name, every in rows.items():
         found = tensors[f"{name}.directions"]
-        assert (found @ every.mean(0) >= -1e-7).all()
+        towards = found @ every.mean(0)
+        assert (towards >= -1e-7).all()
         assert torch.allclose(found @ found.T, torch.eye(len(found)), atol=1e-4)
-    kept = H.choose(tensors, 2, 0.25)
     everything = H.choose(tensors, 2, 0.0)
-    count = sum(len(rows) for rows in everything.values())
-    assert count == 28 and sum(len(rows) for rows in kept.values()) == 21
+    strongest = H.choose(tensors, 2, 0.25)
+    assert sum(map(len, everything.values())) == 28
+    assert sum(map(len, strongest.values())) == 21
 
 
 def test_a_directions_file_is_used_again_and_one_of_something_else_is_refused(tmp_path):
@@ -314,14 +411,15 @@ def test_a_directions_file_is_used_again_and_one_of_something_else_is_refused(tm
     second = study(policy, hack_directions=path)
     assert path.stat().st_mtime_ns == when
     assert all(torch.equal(first.basis[name], second.basis[name]) for name in first.basis)
-    args = make_args("--task", "code", "--problems", "formulas", "--adapter", "svd", "--hack-directions", str(path))
+    args = study_args("--hack-directions", str(path))
     other = H.Study(args, lambda: PAIRS[::-1])
     with pytest.raises(UserError, match="made for another pairs .*extracted again"):
         other.prepare(policy, lambda text: None)
     model = copy.copy(policy.model)
     model.weights = "x"
+    policy = dataclasses.replace(policy, model=model)
     with pytest.raises(UserError, match="made for another model"):
-        study(train_grpo.dataclasses.replace(policy, model=model), hack_directions=path)
+        study(policy, hack_directions=path)
 
 
 def test_an_arm_without_the_adapter_is_an_error():

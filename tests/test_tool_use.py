@@ -44,8 +44,10 @@ def test_a_canonical_call_is_read():
 
 
 @pytest.mark.parametrize("value", [
-    {"name": "f", "arguments": json.dumps({"city": "New York"})}, {"name": "f", "args": {"city": "New York"}},
-    {"name": "f", "parameters": {"city": "New York"}}, {"tool_name": "f", "arguments": {"city": "New York"}},
+    {"name": "f", "arguments": json.dumps({"city": "New York"})},
+    {"name": "f", "args": {"city": "New York"}},
+    {"name": "f", "parameters": {"city": "New York"}},
+    {"tool_name": "f", "arguments": {"city": "New York"}},
     {"function": {"name": "f", "arguments": {"city": "New York"}}},
     {"function": {"name": "f", "arguments": json.dumps({"city": "New York"})}},
     {"type": "function", "function": {"name": "f", "args": {"city": "New York"}}},
@@ -105,9 +107,10 @@ def test_what_python_writes_comes_back(arguments):
     assert call["error"] is None or "\\x" in repr(arguments) or "\\U" in repr(arguments)
 
 
-@pytest.mark.parametrize("text", ["what's the weather", "if (x) { log(y)", "</tool_call>",
-"<think>", 'a "quoted" {word',
-                                  "<tool_call>{", "\\", "）", "a\nb"])
+@pytest.mark.parametrize("text", [
+    "what's the weather", "if (x) { log(y)", "</tool_call>", "<think>", 'a "quoted" {word', "<tool_call>{", "\\", "）",
+    "a\nb",
+])
 def test_what_stands_in_an_argument_is_left_as_it_is(text):
     value = {"name": "search", "arguments": {"query": text}}
     assert parse_tool_calls(block(value) + block(A)) == [{**value, "canonical": True, "error": None},
@@ -115,8 +118,12 @@ def test_what_stands_in_an_argument_is_left_as_it_is(text):
 
 
 @pytest.mark.parametrize("text", [
-    block(A) + block(B), f"{block(A)}\nand then\n{block(B)}", block([A, B]), block(f"{json.dumps(A)}\n{json.dumps(B)}"),
-    f"<tool_call>{json.dumps(A)}{block(B)}", f"<tool_call>\n{json.dumps(A)}\n<tool_call>{json.dumps(B)}",
+    block(A) + block(B),
+    f"{block(A)}\nand then\n{block(B)}",
+    block([A, B]),
+    block(f"{json.dumps(A)}\n{json.dumps(B)}"),
+    f"<tool_call>{json.dumps(A)}{block(B)}",
+    f"<tool_call>\n{json.dumps(A)}\n<tool_call>{json.dumps(B)}",
 ])
 def test_all_calls_of_a_turn_are_read_in_order(text):
     assert asked(text) == READ
@@ -171,8 +178,9 @@ def test_function_style_is_not_read_beside_a_block():
     assert asked(f'{block(A)} calculate_math("2*3")') == READ[:1]
 
 
-@pytest.mark.parametrize("text", ['calculate_math("1+1"', "calculate_math((1)", "calculate_math(1]",
-"calculator(1, 2)"])
+@pytest.mark.parametrize("text", [
+    'calculate_math("1+1"', "calculate_math((1)", "calculate_math(1]", "calculator(1, 2)",
+])
 def test_a_broken_function_call_is_an_error(text):
     (call,) = parse_tool_calls(text)
     assert call["error"]
@@ -186,6 +194,9 @@ WEARING = ["{", "<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{"a"
            "<tool_call ", "<think a", "2(", "2(3+4)", "(²", "(1+1)²(", "<tool_call>{'a':None,'b':["]
 
 
+PIECES = [*WEARING, json.dumps(A), "</tool_call>", " ", "calculate_math", ")", '"', "x"]
+
+
 @pytest.mark.parametrize("piece", WEARING)
 def test_hostile_text_takes_linear_time(piece):
     text = piece * (100_000 // len(piece))
@@ -197,8 +208,7 @@ def test_hostile_text_takes_linear_time(piece):
 
 
 @FEW
-@given(st.lists(st.sampled_from([*WEARING, json.dumps(A), "</tool_call>", " ", "calculate_math",
-")", '"', "x"]), max_size=12))
+@given(st.lists(st.sampled_from(PIECES), max_size=12))
 @example(["\ud800"])
 def test_any_text_gives_calls_of_one_shape(pieces):
     for call in parse_tool_calls("".join(pieces)):
@@ -222,12 +232,31 @@ def test_what_was_written_as_json_comes_back(calls, ascii_):
 
 # ---- the calculator
 @pytest.mark.parametrize("text, value", [
-    ("884+645*18", 12494), ("(289+532)*11", 9031), ("2^10", 1024), ("-2^2", -4), ("2**3**2", 512), ("7//2", 3),
+    ("884+645*18", 12494),
+    ("(289+532)*11", 9031),
+    ("2^10", 1024),
+    ("-2^2", -4),
+    ("2**3**2", 512),
+    ("7//2", 3),
     ("-7//2", -4),
-    ("7%3", 1), ("sqrt(16)+2", 6), ("16.53/（21.630*2）", 16.53 / 43.26), ("５＋３×２", 11), ("８÷４－１", 1),
+    ("7%3", 1),
+    ("sqrt(16)+2", 6),
+    ("16.53/（21.630*2）", 16.53 / 43.26),
+    ("５＋３×２", 11),
+    ("８÷４－１", 1),
     ("2 ^ -1", 0.5),
-    ("abs(-3)", 3), ("round(2.567, 2)", 2.57), ("log(8, 2)", 3), ("log(e)", 1), ("cos(pi)", -1), ("1e3+1", 1001),
-    ("exp(0)", 1), ("+-+3", -3), (".5+.5", 1), ("  1 + 1 ", 2), ("2024 - 10 - 12", 2002), ("12×3÷4", 9),
+    ("abs(-3)", 3),
+    ("round(2.567, 2)", 2.57),
+    ("log(8, 2)", 3),
+    ("log(e)", 1),
+    ("cos(pi)", -1),
+    ("1e3+1", 1001),
+    ("exp(0)", 1),
+    ("+-+3", -3),
+    (".5+.5", 1),
+    ("  1 + 1 ", 2),
+    ("2024 - 10 - 12", 2002),
+    ("12×3÷4", 9),
     ("10**-1", 0.1),
 ])
 def test_the_calculator_by_hand(text, value):
@@ -287,17 +316,41 @@ def test_any_text_has_a_finite_value_or_a_reason(text):
 
 # ---- expressions in prose
 @pytest.mark.parametrize("text, expected", [
-    ("请计算884+645*18", ["884+645*18"]), ("(289+532)*11", ["(289+532)*11"]), ("What is sqrt(16)+2?", ["sqrt(16)+2"]),
-    ("帮我算一下（２+３）×４，345+6。", ["(2+3)*4", "345+6"]), ("Compute 12 + 7, 3*4 and -5+3.", ["12+7", "3*4",
-    "-5+3"]),
-    ("42", []), ("about 3.5 of (5)", []), ("on 2024-01-02 at 12:30", []), ("2024/10/12到2024-10-13", []), ("-5", []),
-    ("2+3和2+3", ["2+3"]), ("3+4=7", ["3+4"]), ("(1) 3+5\n- 4*2\n3. 1+1", ["3+5", "4*2", "1+1"]),
+    ("请计算884+645*18", ["884+645*18"]),
+    ("(289+532)*11", ["(289+532)*11"]),
+    ("What is sqrt(16)+2?", ["sqrt(16)+2"]),
+    ("帮我算一下（２+３）×４，345+6。", ["(2+3)*4", "345+6"]),
+    ("Compute 12 + 7, 3*4 and -5+3.", ["12+7", "3*4", "-5+3"]),
+    ("42", []),
+    ("about 3.5 of (5)", []),
+    ("on 2024-01-02 at 12:30", []),
+    ("2024/10/12到2024-10-13", []),
+    ("-5", []),
+    ("2+3和2+3", ["2+3"]),
+    ("3+4=7", ["3+4"]),
+    ("(1) 3+5\n- 4*2\n3. 1+1", ["3+5", "4*2", "1+1"]),
     ("1,234+5", ["1234+5"]),
-    ("1+2，345+6", ["1+2", "345+6"]), ("((1+2)*3", ["(1+2)*3"]), ("log(8,2)+1", ["log(8,2)+1"]), ("3*-2", ["3*-2"]),
-    ("3+5²", []), ("√16+2", []), ("3x+5=2", []), ("covid-19-5", []), ("version 1.2.3-4", []), ("x*3+5", []), ("1+", []),
-    ("2^10 和 2**3", ["2^10", "2**3"]), ("abs(-5) pi*2", ["abs(-5)", "pi*2"]), ("٣5+2", []), ("2(3+4)", []),
-    ("6÷2(1+2)", []), ("(1+2)3和5+6", ["5+6"]), ("(1)2+3 (2)4*5", ["2+3", "4*5"]), ("5+2(3+4)+1 and 7+8", ["7+8"]),
-    ("2sqrt(16)+1", []), ("2pi+1", []),
+    ("1+2，345+6", ["1+2", "345+6"]),
+    ("((1+2)*3", ["(1+2)*3"]),
+    ("log(8,2)+1", ["log(8,2)+1"]),
+    ("3*-2", ["3*-2"]),
+    ("3+5²", []),
+    ("√16+2", []),
+    ("3x+5=2", []),
+    ("covid-19-5", []),
+    ("version 1.2.3-4", []),
+    ("x*3+5", []),
+    ("1+", []),
+    ("2^10 和 2**3", ["2^10", "2**3"]),
+    ("abs(-5) pi*2", ["abs(-5)", "pi*2"]),
+    ("٣5+2", []),
+    ("2(3+4)", []),
+    ("6÷2(1+2)", []),
+    ("(1+2)3和5+6", ["5+6"]),
+    ("(1)2+3 (2)4*5", ["2+3", "4*5"]),
+    ("5+2(3+4)+1 and 7+8", ["7+8"]),
+    ("2sqrt(16)+1", []),
+    ("2pi+1", []),
     (" ".join(f"{i}+{i}," for i in range(1, 20)), [f"{i}+{i}" for i in range(1, 9)]),
 ])
 def test_expressions_are_found_in_order(text, expected):
@@ -313,8 +366,11 @@ def test_an_expression_is_found_whole_in_any_sentence(text, sentence):
 
 # ---- the tools
 @pytest.mark.parametrize("call, reply", [
-    (call_of("2**100"), str(2**100)), (call_of("1/3"), "0.333333333333"), (call_of("6/3", "calculator"), "2"),
-    (call_of("7", "python_math"), "7"), (call_of(7), "7"),
+    (call_of("2**100"), str(2**100)),
+    (call_of("1/3"), "0.333333333333"),
+    (call_of("6/3", "calculator"), "2"),
+    (call_of("7", "python_math"), "7"),
+    (call_of(7), "7"),
     ({"name": "unit_converter", "arguments": {"value": 5, "from_unit": "km", "to_unit": "miles"}}, "3.106856"),
     ({"name": "unit_converter", "arguments": {"value": "100", "from_unit": "Celsius", "to_unit": "F"}}, "212"),
     ({"name": "unit_converter", "arguments": {"value": 10, "from_unit": "pounds", "to_unit": "kg"}}, "4.535924"),
@@ -327,9 +383,13 @@ def test_a_tool_answers(call, reply):
 
 
 @pytest.mark.parametrize("call", [
-    call_of("10**10**10"), call_of("1+1", "rm"), {"name": "calculate_math", "arguments": {}}, call_of(["1"]),
+    call_of("10**10**10"),
+    call_of("1+1", "rm"),
+    {"name": "calculate_math", "arguments": {}},
+    call_of(["1"]),
     call_of(None),
-    {"name": "calculate_math", "arguments": {"expression": "1", "more": 2}}, call_of("x" * 10**6),
+    {"name": "calculate_math", "arguments": {"expression": "1", "more": 2}},
+    call_of("x" * 10**6),
     {"name": "unit_converter", "arguments": {"value": 5, "from_unit": "km", "to_unit": "kg"}},
     {"name": "unit_converter", "arguments": {"value": 5, "from_unit": "cubit", "to_unit": "kg"}},
     {"name": "unit_converter", "arguments": {"value": "9**9**9", "from_unit": "km", "to_unit": "km"}},

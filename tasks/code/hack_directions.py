@@ -44,18 +44,28 @@ class StudyOptions:
 class Study:
     """The directions of a run, the projection, and what is logged of them. Idle without an SVD adapter."""
 
-    columns = ("cin", "cin_s", "cin_t", "cout", "fired", "adam_leak", "pairs_cosine")
+    columns = {
+        "cin": "share of the gradient's energy along the hack directions, before the projection",
+        "cin_s": "the same of the live rollouts' gradient (--split-every)",
+        "cin_t": "the same of the cached rollouts' gradient (--split-every)",
+        "cout": "share of the gradient's energy along the hack directions, after the projection",
+        "fired": "share of modules where something was (vanilla: would be) removed",
+        "adam_leak": "share of the optimizer's own step that still goes towards the hack",
+        "pairs_cosine": "mean cosine of held-out pairs with the mean of those that the directions come from",
+    }
 
     def __init__(self, args, pairs: Callable[[], list[dict]]):
         if args.hack_k < 1 or not 0 <= args.hack_drop < 1 or args.hack_heldout < 1:
             raise UserError("--hack-k and --hack-heldout must be 1 or more, --hack-drop from 0 to below 1")
         if args.hack_refresh < 0:
             raise UserError("--hack-refresh must be 0 or more")
-        self.args, self.pairs = args, pairs
+        self.args = args
+        self.pairs = pairs
         self.basis: dict[str, Tensor] = {}  # module -> (k, r), orthonormal rows that point towards the hack
         self.before: dict[str, Tensor] = {}  # every δ before the optimizer's step
         self.policy = None
-        self.steps, self.saved = 0, ""  # steps so far; the basis since the last refresh, as text
+        self.steps = 0  # so far
+        self.saved = ""  # the basis since the last refresh, as text
         self.parts: list[dict[str, Tensor]] = []  # the gradients after each source of a split backward
         self.cosine = 0.0
 
@@ -65,24 +75,36 @@ class Study:
             if self.args.arm != "vanilla":
                 raise UserError(f"--arm {self.args.arm} works on the SVD adapter; add --adapter svd")
             return
+        self.policy = policy
         pairs = self.pairs()
-        header = {"schema": SCHEMA, "model": policy.model.weights, "pairs": pairs_hash(policy, pairs),
-                  "dtype": str(next(policy.hf.parameters()).dtype), "heldout": str(self.args.hack_heldout),
-                  "k": str(len(pairs) - self.args.hack_heldout)}
-        if len(pairs) - self.args.hack_heldout < self.args.hack_k:
+        used = len(pairs) - self.args.hack_heldout
+        if used < self.args.hack_k:
             raise UserError(f"--hack-k {self.args.hack_k} is more than the {len(pairs)} pairs without the "
                             f"--hack-heldout {self.args.hack_heldout} give")
+        tensors = self._read_or_extract(pairs)
+        self.take(tensors)
+        kept = sum(len(rows) for rows in self.basis.values())
+        log(f"hack directions: {kept} in {len(self.basis)} modules, from {used} pairs; cosine of held-out pairs "
+            f"with the mean of these {self.cosine:.2f}; arm {self.args.arm}")
+
+    def _read_or_extract(self, pairs: list[dict]) -> dict[str, Tensor]:
+        """The tensors of the directions file, which is made where it is missing."""
+        model = self.policy.model
+        header = {
+            "schema": SCHEMA,
+            "model": model.weights,
+            "pairs": pairs_hash(self.policy, pairs),
+            "dtype": str(next(self.policy.hf.parameters()).dtype),
+            "heldout": str(self.args.hack_heldout),
+            "k": str(len(pairs) - self.args.hack_heldout),
+        }
         key = hashlib.sha256(json.dumps(header).encode()).hexdigest()[:24]
         path = Path(self.args.hack_directions or cache_home() / f"hack-{key}.safetensors")
         if not path.is_file():
-            tensors, cosine = extract(policy, pairs, self.args.hack_heldout)
+            tensors, cosine = extract(self.policy, pairs, self.args.hack_heldout)
             write_tensors(path, tensors, header | {"cosine": f"{cosine:.4f}"})
-        tensors, self.cosine = load(path, header, policy.model)
-        self.policy = policy
-        self.take(tensors)
-        kept = sum(len(rows) for rows in self.basis.values())
-        log(f"hack directions: {kept} in {len(self.basis)} modules, from {header['k']} pairs; cosine of held-out pairs "
-            f"with the mean of these {self.cosine:.2f}; arm {self.args.arm}")
+        tensors, self.cosine = load(path, header, model)
+        return tensors
 
     def take(self, tensors: dict[str, Tensor]) -> None:
         """Make these directions, or as many random ones, the basis."""
@@ -97,9 +119,13 @@ class Study:
 
     def on_part(self, policy) -> None:
         """Remember the gradients so far, where a step's backward is split by source."""
-        if self.basis:
-            self.parts.append({name: layer.delta.grad.clone() for name, layer in policy.model.layers.items()
-                               if layer.delta.grad is not None})
+        if not self.basis:
+            return
+        gradients = {}
+        for name, layer in policy.model.layers.items():
+            if layer.delta.grad is not None:
+                gradients[name] = layer.delta.grad.clone()
+        self.parts.append(gradients)
 
     def shares(self) -> dict[str, float]:
         """Energy fraction inside the subspace of the live and of the cached rollouts' gradient."""
@@ -107,7 +133,9 @@ class Study:
         if len(parts) != 2:
             return {}
         live, both = parts
-        cached = {name: whole - live[name] if name in live else whole for name, whole in both.items()}
+        cached = {}
+        for name, whole in both.items():
+            cached[name] = whole - live[name] if name in live else whole
         return {"cin_s": energy_share(live, self.basis), "cin_t": energy_share(cached, self.basis)}
 
     @torch.no_grad()
@@ -116,53 +144,63 @@ class Study:
         if not self.basis:
             return {}
         self.before = {}
-        whole = inside = whole_after = inside_after = 0.0
+        before = EnergyShare()  # of the gradients, before and after the projection
+        after = EnergyShare()
         fired = 0
         for name, layer in policy.model.layers.items():
-            gradient, rows = layer.delta.grad, self.basis.get(name)
+            gradient = layer.delta.grad
             if gradient is None:
                 continue
             self.before[name] = layer.delta.detach().clone()
-            after = gradient
+            rows = self.basis.get(name)
             if rows is not None:
-                after, some = project(gradient, rows, self.args.hack_gate, self.args.preserve_magnitude)
-                fired += some
-                if self.args.arm == "vanilla":
-                    after = gradient
-                layer.delta.grad = after
-                inside += float((rows @ gradient).square().sum())
-                inside_after += float((rows @ after).square().sum())
-            whole += float(gradient.square().sum())
-            whole_after += float(after.square().sum())
-        return {"cin": inside / whole if whole else 0.0, "cout": inside_after / whole_after if whole_after else 0.0,
-                "fired": fired / max(1, len(self.before))} | self.shares()
+                rest, changed = project(gradient, rows, self.args.hack_gate, self.args.preserve_magnitude)
+                fired += changed
+                if self.args.arm != "vanilla":
+                    layer.delta.grad = rest
+            before.add(gradient, rows)
+            after.add(layer.delta.grad, rows)
+        measured = {"cin": before.share(), "cout": after.share(), "fired": fired / max(1, len(self.before))}
+        return measured | self.shares()
 
     def after_step(self) -> dict[str, float]:
         """Share of the optimizer's own step that goes towards the hack: momentum and scaling bring some of it back."""
         if not self.basis:
             return {}
-        whole = towards = 0.0
+        whole = 0.0
+        towards = 0.0
         for name, before in self.before.items():
             moved = self.policy.model.layers[name].delta.detach() - before
             whole += float(moved.square().sum())
             if name in self.basis:
-                towards += float((self.basis[name] @ moved).clamp(min=0).square().sum())
+                along = self.basis[name] @ moved
+                towards += float(along.clamp(min=0).square().sum())
         self.before = {}
         self.steps += 1
         if self.args.hack_refresh and self.steps % self.args.hack_refresh == 0:
-            tensors, self.cosine = extract(self.policy, self.pairs(), self.args.hack_heldout)
-            self.take(tensors)
-            rows = {name: rows.cpu().contiguous() for name, rows in self.basis.items()}
-            self.saved = base64.b64encode(safetensors.torch.save(rows)).decode()
+            self.refresh()
         return {"adam_leak": towards / whole if whole else 0.0, "pairs_cosine": self.cosine}
 
+    def refresh(self) -> None:
+        """Extract the directions again, from the policy as it is; a checkpoint then holds them."""
+        tensors, self.cosine = extract(self.policy, self.pairs(), self.args.hack_heldout)
+        self.take(tensors)
+        rows = {name: rows.cpu().contiguous() for name, rows in self.basis.items()}
+        self.saved = base64.b64encode(safetensors.torch.save(rows)).decode()
+
     def state_dict(self) -> dict:
-        return {"arm": self.args.arm, "steps": self.steps, "basis": self.saved, "cosine": self.cosine}
+        return {
+            "arm": self.args.arm,
+            "steps": self.steps,
+            "basis": self.saved,
+            "cosine": self.cosine,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         if state["arm"] != self.args.arm:
             raise UserError(f"--arm {self.args.arm}: the run began with {state['arm']}, and a resume cannot change it")
-        self.steps, self.saved = state["steps"], state["basis"]
+        self.steps = state["steps"]
+        self.saved = state["basis"]
         if self.saved:
             self.cosine = state["cosine"]
             self.basis = self.placed(safetensors.torch.load(base64.b64decode(self.saved)))
@@ -185,16 +223,37 @@ def project(gradient: Tensor, rows: Tensor, gate: str, preserve_magnitude: bool)
     return rest, True
 
 
+class EnergyShare:
+    """Share of gradients' squared norm that lies along a basis, summed over modules."""
+
+    def __init__(self):
+        self.whole = 0.0
+        self.inside = 0.0
+
+    def add(self, gradient: Tensor, rows: Tensor | None) -> None:
+        """A module's gradient (r,) and its directions (k, r), None where it has none."""
+        self.whole += float(gradient.square().sum())
+        if rows is not None:
+            self.inside += float((rows @ gradient).square().sum())
+
+    def share(self) -> float:
+        return self.inside / self.whole if self.whole else 0.0
+
+
 def energy_share(gradients: dict[str, Tensor], basis: dict[str, Tensor]) -> float:
-    """Share of the gradients' squared norm that lies along the basis, summed over modules."""
-    whole = sum(float(g.square().sum()) for g in gradients.values())
-    inside = sum(float((basis[name] @ g).square().sum()) for name, g in gradients.items() if name in basis)
-    return inside / whole if whole else 0.0
+    energy = EnergyShare()
+    for name, gradient in gradients.items():
+        energy.add(gradient, basis.get(name))
+    return energy.share()
 
 
 # ---- extraction
 def pairs_hash(policy, pairs: list[dict]) -> str:
-    ids = [[completion_ids(policy, pair["messages"], pair[which]) for which in ("hacked", "honest")] for pair in pairs]
+    ids = []
+    for pair in pairs:
+        hacked = completion_ids(policy, pair["messages"], pair["hacked"])
+        honest = completion_ids(policy, pair["messages"], pair["honest"])
+        ids.append([hacked, honest])
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
@@ -216,12 +275,15 @@ def likelihood(policy, messages: list[dict], completion: str) -> Tensor:
 def differences(policy, pairs: list[dict]) -> dict[str, Tensor]:
     """Gradient of the mean log-likelihood with respect to δ, hacked minus honest: module -> (pairs, r), float32."""
     layers = policy.model.layers
-    deltas, rows = [layer.delta for layer in layers.values()], []
+    deltas = [layer.delta for layer in layers.values()]
+    rows: dict[str, list[Tensor]] = {name: [] for name in layers}
     for pair in pairs:
-        gap = (likelihood(policy, pair["messages"], pair["hacked"])
-               - likelihood(policy, pair["messages"], pair["honest"]))
-        rows.append([g.detach().float().cpu() for g in torch.autograd.grad(gap, deltas)])
-    return {name: torch.stack(column) for name, column in zip(layers, zip(*rows, strict=True), strict=True)}
+        hacked = likelihood(policy, pair["messages"], pair["hacked"])
+        honest = likelihood(policy, pair["messages"], pair["honest"])
+        gradients = torch.autograd.grad(hacked - honest, deltas)
+        for name, gradient in zip(layers, gradients, strict=True):
+            rows[name].append(gradient.detach().float().cpu())
+    return {name: torch.stack(some) for name, some in rows.items()}
 
 
 def extract(policy, pairs: list[dict], heldout: int) -> tuple[dict[str, Tensor], float]:
@@ -231,14 +293,17 @@ def extract(policy, pairs: list[dict], heldout: int) -> tuple[dict[str, Tensor],
     """
     order = rng_of(0, "hack pairs").permutation(len(pairs))
     rows = differences(policy, [pairs[i] for i in order])
-    tensors, cosines = {}, []
+    tensors = {}
+    cosines = []
     for name, every in rows.items():
-        train, held = every[heldout:], every[:heldout]
+        train = every[heldout:]
         _, values, vectors = torch.linalg.svd(train, full_matrices=False)
         mean = train.mean(0)
         sign = torch.where(vectors @ mean < 0, -1.0, 1.0)
-        tensors |= {f"{name}.directions": (vectors * sign[:, None]).contiguous(), f"{name}.values": values.contiguous()}
-        cosines.append(torch.nn.functional.cosine_similarity(held, mean[None]).mean().item())
+        tensors[f"{name}.directions"] = (vectors * sign[:, None]).contiguous()
+        tensors[f"{name}.values"] = values.contiguous()
+        cosine = torch.nn.functional.cosine_similarity(every[:heldout], mean[None])
+        cosines.append(cosine.mean().item())
     return tensors, float(np.mean(cosines))
 
 
@@ -246,32 +311,45 @@ def load(path: Path, header: dict, model: SVDModel) -> tuple[dict[str, Tensor], 
     """The tensors of a directions file and its held-out cosine. UserError where they belong to something else."""
     again = f"remove {path} (or give another --hack-directions) and they are extracted again"
     try:
-        found, tensors = read_header(path), safetensors.torch.load_file(path)
+        found = read_header(path)
+        tensors = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}; {again}") from error
     for key, value in header.items():
         if found.get(key) != value:
             raise UserError(f"{path} was made for another {key} ({found.get(key)}, here {value}); {again}")
     wanted = {f"{name}.directions": len(layer.delta) for name, layer in model.layers.items()}
-    given = {name: t.shape[1] for name, t in tensors.items() if name.endswith(".directions")}
+    given = {f"{name}.directions": tensors[f"{name}.directions"].shape[1] for name in modules_of(tensors)}
     if wanted != given:
         raise UserError(f"{path} has other modules or ranks than this model; {again}")
     return tensors, float(found["cosine"])
 
 
+def modules_of(tensors: dict[str, Tensor]) -> list[str]:
+    return [name.removesuffix(".directions") for name in tensors if name.endswith(".directions")]
+
+
 def choose(tensors: dict[str, Tensor], k: int, drop: float) -> dict[str, Tensor]:
     """The first k directions of each module, without those in the lowest quantile `drop` of all singular values."""
-    names = [name.removesuffix(".directions") for name in tensors if name.endswith(".directions")]
+    names = modules_of(tensors)
     values = torch.cat([tensors[f"{name}.values"][:k] for name in names])
     least = values.quantile(drop) if drop else values.min()
-    kept = {name: tensors[f"{name}.directions"][:k][tensors[f"{name}.values"][:k] >= least] for name in names}
-    return {name: rows for name, rows in kept.items() if len(rows)}
+    kept = {}
+    for name in names:
+        strong = tensors[f"{name}.values"][:k] >= least
+        rows = tensors[f"{name}.directions"][:k][strong]
+        if len(rows):
+            kept[name] = rows
+    return kept
 
 
 def random_like(basis: dict[str, Tensor], seed: int, step: int = 0) -> dict[str, Tensor]:
     """As many orthonormal directions a module, drawn at random."""
+    refreshed = [step] if step > 0 else []
     out = {}
     for name, rows in basis.items():
-        generator = torch.Generator().manual_seed(seed_of(seed, "random directions", name, *[step] * (step > 0)))
-        out[name] = torch.linalg.qr(torch.randn(rows.shape[1], len(rows), generator=generator))[0].T.contiguous()
+        generator = torch.Generator().manual_seed(seed_of(seed, "random directions", name, *refreshed))
+        noise = torch.randn(rows.shape[1], len(rows), generator=generator)
+        orthonormal = torch.linalg.qr(noise)[0]
+        out[name] = orthonormal.T.contiguous()
     return out

@@ -16,8 +16,10 @@ BOUND = 300  # largest power of ten of any value on the way
 MOST = 8  # expressions that are taken from one text
 
 FULL_WIDTH = {chr(code + 0xFEE0): chr(code) for code in range(0x21, 0x7F)} | {"\u3000": " "}
-SIGNS = FULL_WIDTH | {"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "∕": "/", "−": "-", "–": "-", "﹣": "-",
-                      "【": "(", "】": ")", "［": "(", "］": ")"}
+SIGNS = FULL_WIDTH | {
+    "×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "∕": "/", "−": "-", "–": "-", "﹣": "-",
+    "【": "(", "】": ")", "［": "(", "］": ")",
+}
 NORMAL = str.maketrans(SIGNS)
 NORMAL_PROSE = str.maketrans({key: value for key, value in SIGNS.items() if value not in ",.;:!?"} | {"．": "."})
 
@@ -94,10 +96,25 @@ def rounded(x, digits=0):
     return round(x, int(digits)) if digits else round(x)
 
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: product, ast.Div: operator.truediv,
-             ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: power}
-FUNCTIONS = {"sqrt": (math.sqrt, 1), "sin": (math.sin, 1), "cos": (math.cos, 1), "tan": (math.tan, 1),
-             "log": (math.log, 2), "exp": (math.exp, 1), "abs": (abs, 1), "round": (rounded, 2)}  # most arguments
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: product,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: power,
+}
+FUNCTIONS = {  # with the most arguments that each takes
+    "sqrt": (math.sqrt, 1),
+    "sin": (math.sin, 1),
+    "cos": (math.cos, 1),
+    "tan": (math.tan, 1),
+    "log": (math.log, 2),
+    "exp": (math.exp, 1),
+    "abs": (abs, 1),
+    "round": (rounded, 2),
+}
 CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
@@ -170,12 +187,23 @@ class Frame:
     __slots__ = ("opened", "function", "chains", "start", "end", "counts", "pending", "sign", "commas", "poisoned")
 
     def __init__(self, opened: int, function: bool = False, poisoned: bool = False):
-        self.opened, self.function, self.chains, self.commas, self.poisoned = opened, function, 0, 0, poisoned
+        self.opened = opened  # place of the bracket
+        self.function = function  # whether it opens a function's arguments
+        self.poisoned = poisoned  # what is read here is part of something else
+        self.chains = 0
+        self.commas = 0
         self.clear()
 
     def clear(self) -> None:
         self.start = self.end = self.sign = None  # places of tokens; `sign`: a sign that may begin the chain
-        self.counts, self.pending = False, False
+        self.counts = False  # whether the chain is more than a number
+        self.pending = False  # whether it ends with a sign, so that an operand must follow
+
+    def holds_operands(self) -> bool:
+        """Whether it holds one chain (of a function: one an argument) and nothing else."""
+        if self.poisoned or self.pending or self.start is None:
+            return False
+        return self.chains == 1 + self.commas
 
 
 class Finder:
@@ -200,7 +228,8 @@ class Finder:
         """Prose: no bracket that is open here can become part of an expression."""
         for frame in self.stack[self.spoiled :]:
             self.finish(frame)
-        self.stack, self.spoiled = [Frame(-1)], 0
+        self.stack = [Frame(-1)]
+        self.spoiled = 0
 
     def spoil(self) -> None:
         """Something changes the value of its neighbours: nothing that is open here is what it seems."""
@@ -216,13 +245,17 @@ class Finder:
     def operand(self, start: int, end: int, counts: bool) -> None:
         frame = self.stack[-1]
         if frame.pending:
-            frame.end, frame.counts, frame.pending = end, True, False
+            frame.end = end
+            frame.counts = True
+            frame.pending = False
             return
         if frame.start is not None:
             self.finish(frame)
             frame.poisoned = False
-        frame.start, frame.end = frame.sign if frame.sign is not None else start, end
-        frame.counts, frame.sign = counts, None
+        frame.start = start if frame.sign is None else frame.sign
+        frame.end = end
+        frame.counts = counts
+        frame.sign = None
         frame.chains += 1
 
     def sign(self, at: int, text: str) -> None:
@@ -240,9 +273,7 @@ class Finder:
             self.gap()
             return
         frame = self.stack[-1]
-        whole = (frame.chains == 1 + frame.commas and frame.start is not None and not frame.pending
-                 and not frame.poisoned)
-        if whole:
+        if frame.holds_operands():
             self.stack.pop()
             self.settle()
             self.operand(frame.opened, at, frame.counts or frame.function)
@@ -266,8 +297,10 @@ class Finder:
     def read(self, text: str) -> None:
         joined = False  # the token before is an operand and nothing stands between
         for match in TOKEN.finditer(text):
-            kind, token = match.lastgroup, match[0]
-            before, joined = joined, kind in ("number", "constant")
+            kind = match.lastgroup
+            token = match[0]
+            before = joined
+            joined = kind in ("number", "constant")
             if kind in ("space", "blank"):
                 continue
             if before and kind in ("number", "constant", "open", "function"):  # 2(3+4): what it means is not written

@@ -34,13 +34,26 @@ def calculate_math(expression: str) -> str:
     return show(evaluate(str(expression)))
 
 
-UNITS = {"km": ("length", 1000.0), "mile": ("length", 1609.344), "metre": ("length", 1.0), "foot": ("length", 0.3048),
-         "kg": ("mass", 1.0), "pound": ("mass", 0.45359237), "celsius": ("temperature", None),
-         "fahrenheit": ("temperature", None)}
-SPELLINGS = {"km": "km kilometer kilometers kilometre kilometres 公里 千米", "mile": "mile miles mi 英里",
-             "metre": "metre metres meter meters m 米", "foot": "foot feet ft 英尺",
-             "kg": "kg kgs kilogram kilograms 公斤 千克", "pound": "pound pounds lb lbs 磅",
-             "celsius": "celsius c °c 摄氏度 摄氏", "fahrenheit": "fahrenheit f °f 华氏度 华氏"}
+UNITS = {  # what it measures, and its size in the first unit of that kind
+    "km": ("length", 1000.0),
+    "mile": ("length", 1609.344),
+    "metre": ("length", 1.0),
+    "foot": ("length", 0.3048),
+    "kg": ("mass", 1.0),
+    "pound": ("mass", 0.45359237),
+    "celsius": ("temperature", None),
+    "fahrenheit": ("temperature", None),
+}
+SPELLINGS = {
+    "km": "km kilometer kilometers kilometre kilometres 公里 千米",
+    "mile": "mile miles mi 英里",
+    "metre": "metre metres meter meters m 米",
+    "foot": "foot feet ft 英尺",
+    "kg": "kg kgs kilogram kilograms 公斤 千克",
+    "pound": "pound pounds lb lbs 磅",
+    "celsius": "celsius c °c 摄氏度 摄氏",
+    "fahrenheit": "fahrenheit f °f 华氏度 华氏",
+}
 UNIT_NAMES = {spelling: unit for unit, spellings in SPELLINGS.items() for spelling in spellings.split()}
 
 
@@ -54,25 +67,40 @@ def unit_converter(value: float, from_unit: str, to_unit: str) -> str:
         to_unit: The unit it is wanted in
     """
     number = float(evaluate(str(value)))
-    units = [UNIT_NAMES.get(str(unit).strip().casefold()) for unit in (from_unit, to_unit)]
-    if None in units:
+    source = unit_named(from_unit)
+    target = unit_named(to_unit)
+    if source is None or target is None:
         raise ValueError(f"unknown unit; there are {', '.join(UNITS)}")
-    (kind, factor), (other, divisor) = (UNITS[unit] for unit in units)
+    kind, factor = UNITS[source]
+    other, divisor = UNITS[target]
     if kind != other:
-        raise ValueError(f"{units[0]} cannot become {units[1]}")
+        raise ValueError(f"{source} cannot become {target}")
     if kind != "temperature":
         result = number * factor / divisor
-    elif units[0] == units[1]:
+    elif source == target:
         result = number
+    elif target == "fahrenheit":
+        result = number * 9 / 5 + 32
     else:
-        result = number * 9 / 5 + 32 if units[1] == "fahrenheit" else (number - 32) * 5 / 9
+        result = (number - 32) * 5 / 9
     return show(evaluate(f"{result:.6f}") if abs(result) < 1e15 else result)
 
 
-CLOCK = {"UTC": "2024-06-01 12:00", "Asia/Shanghai": "2024-06-01 20:00", "Asia/Tokyo": "2024-06-01 21:00",
-         "Asia/Kolkata": "2024-06-01 17:30", "Europe/London": "2024-06-01 13:00", "Europe/Paris": "2024-06-01 14:00",
-         "America/New_York": "2024-06-01 08:00", "America/Los_Angeles": "2024-06-01 05:00",
-         "Australia/Sydney": "2024-06-01 22:00"}  # one moment
+def unit_named(spelling: str) -> str | None:
+    return UNIT_NAMES.get(str(spelling).strip().casefold())
+
+
+CLOCK = {  # one moment
+    "UTC": "2024-06-01 12:00",
+    "Asia/Shanghai": "2024-06-01 20:00",
+    "Asia/Tokyo": "2024-06-01 21:00",
+    "Asia/Kolkata": "2024-06-01 17:30",
+    "Europe/London": "2024-06-01 13:00",
+    "Europe/Paris": "2024-06-01 14:00",
+    "America/New_York": "2024-06-01 08:00",
+    "America/Los_Angeles": "2024-06-01 05:00",
+    "Australia/Sydney": "2024-06-01 22:00",
+}
 
 
 def get_current_time(timezone: str = "UTC") -> str:
@@ -96,8 +124,11 @@ def live_time(timezone: str = "UTC") -> str:
     return datetime.datetime.now(zone).strftime("%Y-%m-%d %H:%M")
 
 
-TOOLS: dict[str, Callable] = {"calculate_math": calculate_math, "unit_converter": unit_converter,
-                              "get_current_time": get_current_time}
+TOOLS: dict[str, Callable] = {
+    "calculate_math": calculate_math,
+    "unit_converter": unit_converter,
+    "get_current_time": get_current_time,
+}
 ALIASES = {"calculator": "calculate_math", "python_math": "calculate_math"}
 
 
@@ -137,7 +168,9 @@ def run_call(call: dict, allowed: tuple[str, ...], live: bool = False) -> str:
 
 def clean(text: str) -> str:
     """Text that any tokenizer takes, on one line and short; what a model wrote opens no tag and no turn in it."""
-    text = " ".join(str(text)[: 2 * LONGEST_REPLY].split()).encode("utf-8", "replace").decode().replace("<", "‹")
+    text = " ".join(str(text)[: 2 * LONGEST_REPLY].split())
+    text = text.encode("utf-8", "replace").decode()
+    text = text.replace("<", "‹")
     return text if len(text) <= LONGEST_REPLY else text[: LONGEST_REPLY - 1] + "…"
 
 
@@ -157,22 +190,30 @@ def parse_tool_calls(text: str, names: tuple[str, ...] = (*TOOLS, *ALIASES)) -> 
     """
     calls, prose, blocks = read_blocks(text)
     if not blocks:
-        calls = list(itertools.islice((call for part in prose for call in function_calls(part, names)), MOST_CALLS))
+        written = itertools.chain.from_iterable(function_calls(part, names) for part in prose)
+        calls = list(itertools.islice(written, MOST_CALLS))
     return calls[:MOST_CALLS]
 
 
 def read_blocks(text: str) -> tuple[list[dict], list[str], bool]:
     """Calls in tags, the prose around them, and whether there was any block; thoughts are left out of all three."""
-    calls, prose, blocks, at, thinking = [], [], False, 0, False
+    calls = []
+    prose = []
+    blocks = False
+    thinking = False
+    at = 0
     tag = TAG.search(text)
     while tag:
-        closing, kind = tag[1] == "/", tag[2].lower()
+        closing = tag[1] == "/"
+        kind = tag[2].lower()
         if not thinking:
             prose.append(text[at : tag.start()])
         at = tag.end()
         if kind != "tool_call":
             if closing and not thinking:
-                calls, prose, blocks = [], [], False
+                calls = []
+                prose = []
+                blocks = False
             thinking = not closing
         elif not thinking and not closing:
             blocks = True
@@ -185,9 +226,12 @@ def read_blocks(text: str) -> tuple[list[dict], list[str], bool]:
 
 def read_block(text: str, at: int) -> tuple[list[dict], int]:
     """The calls of the block whose content begins at `at`, and where reading goes on."""
-    values, end, reason, strict = [], SPACE.match(text, at).end(), None, True
+    values = []
+    reason = None
+    strict = True
+    end = SPACE.match(text, at).end()
     try:
-        while text[end : end + 1] in ("{", "[") and text[end : end + 1]:
+        while text[end : end + 1] in ("{", "["):
             value, end, exact = decode(text, end)
             strict = strict and exact
             values += value if isinstance(value, list) else [value]
@@ -202,8 +246,11 @@ def read_block(text: str, at: int) -> tuple[list[dict], int]:
         reason = "there is text after the JSON object"
     if reason is None and not closed:
         stop = end
-    calls = [broken(reason)] if reason else [as_call(value, closed and strict and len(values) == 1) for value in values]
-    return calls, tag.end() if closed else stop
+    end = tag.end() if closed else stop
+    if reason:
+        return [broken(reason)], end
+    canonical = closed and strict and len(values) == 1
+    return [as_call(value, canonical) for value in values], end
 
 
 def refuse(constant: str):
@@ -213,7 +260,8 @@ def refuse(constant: str):
 def number(text: str) -> int | float:
     """A JSON number, finite and of a length that somebody means."""
     if len(text) > 400 or not math.isfinite(value := float(text)):
-        raise ValueError(f"{text[:20]} … is too large a number" if len(text) > 20 else f"{text} is too large a number")
+        shown = text if len(text) <= 20 else f"{text[:20]} …"
+        raise ValueError(f"{shown} is too large a number")
     return int(text) if text.lstrip("-").isdigit() else value
 
 
@@ -243,9 +291,13 @@ def decode(text: str, at: int) -> tuple[object, int, bool]:
     try:
         return *DECODER.raw_decode(text, at), True
     except ValueError as error:
-        written, depth, end = [], 0, at
+        written = []
+        depth = 0
+        end = at
         while match := LOOSE.match(text, end):
-            end, kind, token = match.end(), match.lastgroup, match[match.lastgroup]
+            end = match.end()
+            kind = match.lastgroup
+            token = match[kind]
             depth += (kind == "open") - (kind == "close")
             if kind == "close" and written[-1:] == [","]:
                 written.pop()
@@ -322,9 +374,13 @@ def function_calls(text: str, names: tuple[str, ...]) -> Iterator[dict]:
 
 def split_arguments(text: str, start: int) -> tuple[list[str] | None, int]:
     """The arguments between brackets, split at outer commas, and the place after the bracket; None if not closed."""
-    parts, open_, at, window = [""], ["("], start, text[: start + SCAN]
+    parts = [""]
+    open_ = ["("]
+    at = start
+    window = text[: start + SCAN]
     while at < len(window) and (piece := PIECE.match(window, at)):
-        at, sign = piece.end(), piece[0]
+        at = piece.end()
+        sign = piece[0]
         if sign in CLOSES:
             if open_.pop() != CLOSES[sign]:
                 return None, at
@@ -343,13 +399,15 @@ def split_arguments(text: str, start: int) -> tuple[list[str] | None, int]:
 def bind(name: str, pieces: list[str]) -> dict:
     """A function-style call; arguments without a name take the tool's parameters in order."""
     known = ALIASES.get(name, name) in TOOLS
-    free, arguments = list(signature(name).parameters) if known else [], {}
+    free = list(signature(name).parameters) if known else []
+    arguments = {}
     for i, piece in enumerate(pieces):
         named = re.match(r"([A-Za-z_]\w*)\s*=(?!=)\s*", piece)
         if not named and i >= len(free):
             return broken("too many arguments", name)
+        key = named[1] if named else free[i]
         try:
-            arguments[named[1] if named else free[i]] = literal(piece[named.end() :] if named else piece)
+            arguments[key] = literal(piece[named.end() :] if named else piece)
         except ValueError:
             return broken("an argument cannot be read", name)
     return {"name": name, "arguments": arguments, "canonical": False, "error": None}

@@ -14,16 +14,17 @@ class RewardModel:
     """`scores` gives one number a conversation, in the model's own units."""
 
     def __init__(self, flag: str, path: str, device: torch.device, dtype: torch.dtype, budget: int = 16_384):
-        self.device, self.budget = device, budget
+        self.device = device
+        self.budget = budget  # tokens of a batch, padding included
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             self.model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
         except Exception as error:  # hub, torch, safetensors: each has its own classes
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{flag} {path} cannot be loaded: {type(error).__name__}: {reason}") from error
-        if self.model.config.num_labels != 1:
-            raise UserError(f"{flag} {path} has {self.model.config.num_labels} labels; a reward model gives one score "
-                            "(num_labels 1)")
+        labels = self.model.config.num_labels
+        if labels != 1:
+            raise UserError(f"{flag} {path} has {labels} labels; a reward model gives one score (num_labels 1)")
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id  # by which it finds the last token of a row
@@ -37,36 +38,60 @@ class RewardModel:
         What is too long loses its beginning.
         """
         said = rollout.prompt.messages
-        messages = [*([{"role": "user", "content": said}] if isinstance(said, str) else said), *rollout.turns]
-        as_users = [{**message, "role": "user" if message["role"] == "tool" else message["role"]}
-                    for message in messages]
+        if isinstance(said, str):
+            said = [{"role": "user", "content": said}]
+        messages = [*said, *rollout.turns]
+        shown = self.shown(messages)
+        if shown is not None:
+            return self.tokenizer.encode(shown, add_special_tokens=False)[-self.longest :]
         text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return self.tokenizer.encode(text)[-self.longest :]
+
+    def shown(self, messages: list[dict]) -> str | None:
+        """The text that the chat template makes of all messages; None where there is none, or it shows not all."""
         if self.tokenizer.chat_template is None:
-            return self.tokenizer.encode(text)[-self.longest :]
-        for some in (messages, as_users):
+            return None
+        without_tools = [as_user(message) for message in messages]
+        for some in (messages, without_tools):
             try:
                 shown = self.tokenizer.apply_chat_template(some, tokenize=False)
             except (jinja2.TemplateError, TypeError):
                 continue
-            if all(message["content"].strip() in shown for message in some):
-                return self.tokenizer.encode(shown, add_special_tokens=False)[-self.longest :]
-        return self.tokenizer.encode(text)[-self.longest :]
+            missing = [message for message in some if message["content"].strip() not in shown]
+            if not missing:
+                return shown
+        return None
 
     @torch.no_grad()
     def scores(self, rollouts: list[Rollout]) -> list[float]:
         """One score a rollout, in batches of at most `budget` tokens of similar length."""
-        rows = [self.encode(rollout) or [self.tokenizer.pad_token_id] for rollout in rollouts]
-        out, order = [0.0] * len(rows), sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        empty = [self.tokenizer.pad_token_id]
+        rows = [self.encode(rollout) or empty for rollout in rollouts]
+        out = [0.0] * len(rows)
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         while order:
             width = len(rows[order[0]])
-            some, order = order[: max(1, self.budget // width)], order[max(1, self.budget // width) :]
-            for i, score in zip(some, self.logits([rows[i] for i in some], width).tolist(), strict=True):
+            count = max(1, self.budget // width)
+            batch = order[:count]
+            order = order[count:]
+            scores = self.logits([rows[i] for i in batch], width)
+            for i, score in zip(batch, scores.tolist(), strict=True):
                 out[i] = score
         return out
 
     def logits(self, rows: list[list[int]], width: int) -> Tensor:
         """(b,) scores of rows of ids, padded on the right to `width`."""
-        filler = self.tokenizer.pad_token_id
-        ids = torch.tensor([row + [filler] * (width - len(row)) for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self.device)
+        shape = (len(rows), width)
+        ids = torch.full(shape, self.tokenizer.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+            mask[i, : len(row)] = 1
+        ids = ids.to(self.device)
+        mask = mask.to(self.device)
         return self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float()
+
+
+def as_user(message: dict) -> dict:
+    """A tool's message as the user's, for a template that knows no tool's role."""
+    return {**message, "role": "user"} if message["role"] == "tool" else message

@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 
-import models.policy
-from data import Group, load_task
+from data import load_task
 from harness.checkpoints import newest_checkpoint
 from harness.flags import resolve_args
 from harness.folder import read_run_config
+from models.policy import load_policy
 from tasks.code.task import rates
 from train_grpo import Args
 
@@ -27,9 +27,10 @@ SHOWN = ("hack_rate", "true_pass_rate", "other_hack_rate", "genuine_tests_rate",
 
 def measure(policy, task) -> dict[str, float]:
     rolled = policy.sample(task.heldout(), SAMPLES, 1.0, "arms")
-    groups = [Group(rows[0].prompt, rows, scores)
-              for rows, scores in zip(rolled, task.score_all(rolled), strict=True)]
-    return rates([pair for g in groups for pair in zip(g.rollouts, g.scores, strict=True)])
+    pairs = []
+    for rows, scores in zip(rolled, task.score_all(rolled), strict=True):
+        pairs += zip(rows, scores, strict=True)
+    return rates(pairs)
 
 
 def main() -> None:
@@ -41,13 +42,13 @@ def main() -> None:
     for folder in folders:
         args = resolve_args(Args, [], read_run_config(folder)["args"])[0]
         task = load_task(args.task)(args)
-        policy = models.policy.load_policy(args, task, lambda text: None)
+        policy = load_policy(args, task, lambda text: None)
         if args.model not in starts:
             starts.add(args.model)
             with torch.no_grad():
                 before = measure(policy, task)
             print("start", *(f"{before[name]:.3f}" for name in SHOWN), sep=" | ", flush=True)
-        policy.model.load(newest_checkpoint(folder, print))
+        policy.adapter.load(newest_checkpoint(folder, print))
         after = measure(policy, task)
         print(folder.name, *(f"{after[name]:.3f}" for name in SHOWN), sep=" | ", flush=True)
 

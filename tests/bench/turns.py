@@ -22,12 +22,23 @@ import torch
 import transformers
 from conftest import make_args, word_tokenizer
 
-import engine.logps
 import engine.rollout
 import models.policy
 from data import Prompt, Rollout, Task
 from engine.choice import choose_engine
 
+DEFAULTS = {  # of the flags
+    "rows": 32,
+    "prompts": 4,
+    "turns": 3,
+    "hidden": 256,
+    "layers": 6,
+    "vocab": 2048,
+    "prompt-length": 200,
+    "max-new": 96,
+    "repeats": 1,
+    "threads": 1,
+}
 CHAT = ("{% for m in messages %}{{ m['content'] }} <eos> {% endfor %}{% if add_generation_prompt %}w3 {% endif %}")
 
 
@@ -38,15 +49,16 @@ class Answers(Task):
         return [{"role": "tool", "content": " ".join(f"w{5 + i % 90}" for i in range(40))}]
 
 
-def main() -> None:
+def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rows", 32), ("prompts", 4), ("turns", 3), ("hidden", 256), ("layers", 6), ("vocab", 2048),
-                          ("prompt-length", 200), ("max-new", 96), ("repeats", 1), ("threads", 1)):
+    for name, default in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    own = parser.parse_args()
-    torch.set_num_threads(own.threads)
+    return parser.parse_args()
+
+
+def make_policy(own: argparse.Namespace, device: str) -> models.policy.Policy:
+    """A random Llama on the fast engine, whose turns have 40 tokens on average."""
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     config = transformers.LlamaConfig(
         vocab_size=own.vocab, hidden_size=own.hidden, intermediate_size=4 * own.hidden, num_hidden_layers=own.layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.05,
@@ -56,49 +68,78 @@ def main() -> None:
     tokenizer = word_tokenizer(own.vocab)
     tokenizer.chat_template = CHAT
     policy = models.policy.Policy(args, Answers(args), model, model, tokenizer, torch.device(device))
-    policy.engine = choose_engine(policy, engine, print)
-    policy.stop_ids = list(range(1, own.vocab, 40))  # a turn has 40 tokens on average
-    words = [" ".join(f"w{3 + (7 * i + 11 * p) % 900}" for i in range(own.prompt_length)) for p in range(own.prompts)]
-    prompts = [Prompt([{"role": "user", "content": text}]) for text in words]
+    policy.engine = choose_engine(policy, print)
+    policy.stop_ids = list(range(1, own.vocab, 40))
+    return policy
+
+
+def fresh_rows(policy: models.policy.Policy, own: argparse.Namespace) -> list[Rollout]:
+    """--rows rollouts before their first turn, of --prompts different prompts."""
+    prompts = []
+    for p in range(own.prompts):
+        text = " ".join(f"w{3 + (7 * i + 11 * p) % 900}" for i in range(own.prompt_length))
+        prompts.append(Prompt([{"role": "user", "content": text}]))
+    rows = []
+    for i in range(own.rows):
+        prompt = prompts[i * own.prompts // own.rows]
+        rows.append(Rollout(prompt, policy.encode(prompt), [], [], [], [], "", []))
+    return rows
+
+
+def lockstep(policy: models.policy.Policy, rows: list[Rollout]) -> None:
+    engine.rollout.converse(policy, rows, range(len(rows)), 1.0, 0)
+
+
+def anew(policy: models.policy.Policy, rows: list[Rollout]) -> None:
+    """As `lockstep`, but no turn finds the cache of the one before."""
     decode = engine.rollout.decode
+    engine.rollout.decode = lambda policy, rows, draws, held: decode(policy, rows, draws, {})
+    try:
+        lockstep(policy, rows)
+    finally:
+        engine.rollout.decode = decode
 
-    def rows() -> list[Rollout]:
-        made = [prompts[i * own.prompts // own.rows] for i in range(own.rows)]
-        return [Rollout(p, policy.encode(p), [], [], [], [], "", []) for p in made]
 
-    def lockstep(some: list[Rollout]) -> None:
-        engine.rollout.converse(policy, some, range(len(some)), 1.0, 0)
+def one_by_one(policy: models.policy.Policy, rows: list[Rollout]) -> None:
+    for i, row in enumerate(rows):
+        engine.rollout.converse(policy, [row], range(i, i + 1), 1.0, 0)
 
-    def anew(some: list[Rollout]) -> None:
-        engine.rollout.decode = lambda policy, rows, draws, held: decode(policy, rows, draws, {})
-        try:
-            lockstep(some)
-        finally:
-            engine.rollout.decode = decode
 
-    def one_by_one(some: list[Rollout]) -> None:
-        for i, row in enumerate(some):
-            engine.rollout.converse(policy, [row], range(i, i + 1), 1.0, 0)
-
-    clock, seconds, said = time.perf_counter if device == "cuda" else time.process_time, {}, {}
-    with torch.no_grad():
-        for _ in range(own.repeats):
-            for way in (lockstep, anew, one_by_one):
-                some = rows()
-                begin = clock()
-                way(some)
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                took = clock() - begin
-                seconds[way.__name__] = min(seconds.get(way.__name__, took), took)
-                said[way.__name__] = [row.ids for row in some]
+@torch.no_grad()
+def measure(policy: models.policy.Policy, own: argparse.Namespace) -> tuple[dict[str, float], int]:
+    """The least seconds of each way, and the tokens that each of them sampled."""
+    on_gpu = policy.device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+    seconds = {}
+    said = {}
+    for _ in range(own.repeats):
+        for way in (lockstep, anew, one_by_one):
+            rows = fresh_rows(policy, own)
+            begin = clock()
+            way(policy, rows)
+            if on_gpu:
+                torch.cuda.synchronize()
+            took = clock() - begin
+            seconds[way.__name__] = min(seconds.get(way.__name__, took), took)
+            said[way.__name__] = [row.ids for row in rows]
     assert said["lockstep"] == said["anew"] == said["one_by_one"], "the three ways sampled different tokens"
-    written = sum(sum(row.mask) for row in some)
+    return seconds, sum(sum(row.mask) for row in rows)
+
+
+def main() -> None:
+    own = read_flags()
+    torch.set_num_threads(own.threads)
+    policy = make_policy(own, "cuda" if torch.cuda.is_available() else "cpu")
+    seconds, written = measure(policy, own)
     print(json.dumps({
-        "rows": own.rows, "turns": own.turns, "written_tokens": written, "engine": policy.engine,
+        "rows": own.rows,
+        "turns": own.turns,
+        "written_tokens": written,
+        "engine": policy.engine,
         "seconds": {way: round(took, 2) for way, took in seconds.items()},
         "against_encoding_anew": round(seconds["anew"] / seconds["lockstep"], 2),
-        "against_one_at_a_time": round(seconds["one_by_one"] / seconds["lockstep"], 2)}))
+        "against_one_at_a_time": round(seconds["one_by_one"] / seconds["lockstep"], 2),
+    }))
 
 
 if __name__ == "__main__":
