@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 
-from data import UserError
+from models.judging import context_of, load_judge
 from rewards import STEP_LINE
 
 LONGEST, MOST_LINKS, DEEPEST = 20_000, 64, 40  # characters read, links of a chain, brackets in brackets
@@ -226,12 +226,8 @@ class Extractor:
         self.path, self.model, self.folder = path, None, None
         if not path:
             return
-        try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left")
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-        except Exception as error:  # hub, torch, safetensors: each has its own classes
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"--extractor-model {path} cannot be loaded: {type(error).__name__}: {reason}") from error
+        causal = transformers.AutoModelForCausalLM.from_pretrained
+        self.model, self.tokenizer = load_judge("--extractor-model", path, causal, device, dtype)
         if folder is not None:
             self.folder = folder / hashlib.sha256(f"{path}\n{self.PROMPT}".encode()).hexdigest()[:16]
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -262,7 +258,7 @@ class Extractor:
                 [{"role": "user", "content": asked}], tokenize=False, add_generation_prompt=True)
         ids = self.tokenizer(asked, return_tensors="pt", add_special_tokens=self.tokenizer.chat_template is None)
         ids = ids.input_ids.to(self.model.device)
-        longest = getattr(self.model.config, "max_position_embeddings", None) or 10**9
+        longest = context_of(self.model)
         room = min(512, longest // 2)
         ids, pad = ids[:, room - longest:], self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad

@@ -8,28 +8,24 @@ import transformers
 from torch import Tensor
 
 from data import Rollout, UserError
+from models.judging import TokenBudget, context_of, load_judge, pad_right
 
 
 class RewardModel:
     """`scores` gives one number a conversation, in the model's own units."""
 
     def __init__(self, flag: str, path: str, device: torch.device, dtype: torch.dtype, budget: int = 16_384):
-        self.device, self.budget = device, budget
-        try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-            self.model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
-        except Exception as error:  # hub, torch, safetensors: each has its own classes
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"{flag} {path} cannot be loaded: {type(error).__name__}: {reason}") from error
+        self.device = device
+        self.budget = TokenBudget(budget)
+        classifier = transformers.AutoModelForSequenceClassification.from_pretrained
+        self.model, self.tokenizer = load_judge(flag, path, classifier, device, dtype)
         if self.model.config.num_labels != 1:
             raise UserError(f"{flag} {path} has {self.model.config.num_labels} labels; a reward model gives one score "
                             "(num_labels 1)")
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id  # by which it finds the last token of a row
-        self.model = self.model.to(device).eval().requires_grad_(False)
-        config = self.model.config.get_text_config()
-        self.longest = getattr(config, "max_position_embeddings", None) or 10**9
+        self.longest = context_of(self.model)
 
     def encode(self, rollout: Rollout) -> list[int]:
         """The conversation under the model's own chat template; where it knows no tool's role, a tool is a user.
@@ -56,17 +52,9 @@ class RewardModel:
     def scores(self, rollouts: list[Rollout]) -> list[float]:
         """One score a rollout, in batches of at most `budget` tokens of similar length."""
         rows = [self.encode(rollout) or [self.tokenizer.pad_token_id] for rollout in rollouts]
-        out, order = [0.0] * len(rows), sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-        while order:
-            width = len(rows[order[0]])
-            some, order = order[: max(1, self.budget // width)], order[max(1, self.budget // width) :]
-            for i, score in zip(some, self.logits([rows[i] for i in some], width).tolist(), strict=True):
-                out[i] = score
-        return out
+        return self.budget.map([len(row) for row in rows], lambda batch: self.logits([rows[i] for i in batch]).tolist())
 
-    def logits(self, rows: list[list[int]], width: int) -> Tensor:
-        """(b,) scores of rows of ids, padded on the right to `width`."""
-        filler = self.tokenizer.pad_token_id
-        ids = torch.tensor([row + [filler] * (width - len(row)) for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self.device)
+    def logits(self, rows: list[list[int]]) -> Tensor:
+        """(b,) scores of rows of ids."""
+        ids, mask = pad_right(rows, self.tokenizer.pad_token_id, self.device)
         return self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float()
