@@ -427,6 +427,18 @@ def train_and_heldout(args, convert: Callable[[dict], Prompt | None]) -> tuple[l
     return train, held, notes
 
 
+def without_heldout(train: list[Prompt], heldout: list[Prompt], key: Callable[[Prompt], str], noun: str
+                    ) -> tuple[list[Prompt], list[str]]:
+    """Decontamination: the training prompts whose `key` no held-out one has, and the note on the others, called `noun`.
+
+    There is no note where none is left: then both are the same data."""
+    seen = {key(prompt) for prompt in heldout}
+    kept = [prompt for prompt in train if key(prompt) not in seen]
+    removed = len(train) - len(kept)
+    notes = [f"{removed} training {noun} are also held-out ones and were removed"] if kept and removed else []
+    return kept, notes
+
+
 # ------------------------------------------------------------------------------------------------ which prompt next
 class Sampler:
     """Deals training indices without replacement within a draw, more often where the policy wins about half.
