@@ -34,7 +34,8 @@ JUDGE = WARM | {"steps": 300, "lr": 2e-3}  # how the tiny process model is fitte
 # ---- formulas; `steps` are probabilities that a step is right, one or more, in order
 def process_score(steps: Sequence[float]) -> float:
     """0.60 × last step + 0.40 × mean over steps."""
-    return 0.60 * steps[-1] + 0.40 * sum(steps) / len(steps)
+    last = steps[-1]
+    return 0.60 * last + 0.40 * sum(steps) / len(steps)
 
 
 def step_accuracy(steps: Sequence[float]) -> float:
@@ -53,12 +54,15 @@ def lccp(steps: Sequence[float]) -> float:
 
 def solution_score(steps: Sequence[float]) -> float:
     """Of a solution without gold: 0.45 × last step + 0.35 × mean + 0.20 × LCCP."""
-    return 0.45 * steps[-1] + 0.35 * sum(steps) / len(steps) + 0.20 * lccp(steps)
+    last = steps[-1]
+    prefix = lccp(steps)
+    return 0.45 * last + 0.35 * sum(steps) / len(steps) + 0.20 * prefix
 
 
 def sound_beginning(score: float, prefix: float) -> float:
     """A wrong answer's score with what its sound beginning (LCCP `prefix`) adds: never less, never over 0.55 by it."""
-    return max(score, min(score + 0.15 * prefix, 0.55))
+    raised = min(score + 0.15 * prefix, 0.55)
+    return max(score, raised)
 
 
 def split_steps(text: str) -> list[str]:
@@ -90,8 +94,8 @@ class Qwen2ForProcessRewardModel(transformers.Qwen2PreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.model = transformers.Qwen2Model(config)
-        self.score = nn.Sequential(nn.Linear(config.hidden_size, config.hidden_size), nn.ReLU(),
-                                   nn.Linear(config.hidden_size, 2))
+        width = config.hidden_size
+        self.score = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor):
@@ -149,24 +153,32 @@ class ProcessRewardModel:
     @torch.inference_mode()
     def score(self, problems: list[tuple[str, list[str]]]) -> list[list[float] | None]:
         """For each (question, steps) the steps' probabilities; None without steps or where it is too long to read."""
-        rows = {}  # index of a problem -> ids and places
+        readable = {}  # by index: ids and places
         for i, (question, steps) in enumerate(problems):
-            ids, places = self.encode(question, steps) if steps else ([], [])
-            if 0 < len(ids) <= self.longest:
-                rows[i] = ids, places
-        readable = list(rows)
-        lengths = [len(rows[i][0]) for i in readable]
-        found = self.budget.map(lengths, lambda batch: self._forward([rows[readable[k]] for k in batch]))
+            if not steps:
+                continue
+            ids, places = self.encode(question, steps)
+            if len(ids) <= self.longest:
+                readable[i] = ids, places
+        rows = list(readable.values())
+        lengths = [len(ids) for ids, _ in rows]
+        found = self.budget.map(lengths, lambda batch: self._forward([rows[i] for i in batch]))
         scores = dict(zip(readable, found, strict=True))
         return [scores.get(i) for i in range(len(problems))]
 
     def _forward(self, rows: list[tuple[list[int], list[int]]]) -> list[list[float]]:
         """The probabilities at the places of each of the rows (ids, places)."""
         ids, mask = pad_right([ids for ids, _ in rows], 0, self.device)
-        logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
-        right = logits.sigmoid()[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., self.good]
+        logits = self.model(input_ids=ids, attention_mask=mask).logits.float()  # (b, n, classes)
+        if logits.shape[-1] == 1:
+            right = logits.sigmoid()[..., 0]
+        else:
+            right = logits.softmax(-1)[..., self.good]
         right = right.nan_to_num(0.0).cpu()
-        return [right[row, places].tolist() for row, (_, places) in enumerate(rows)]
+        read = []
+        for row, (_, places) in zip(right, rows, strict=True):
+            read.append(row[places].tolist())
+        return read
 
 
 def class_of_right_steps(config) -> int:
@@ -200,7 +212,8 @@ def load_process_model(path: str, **keywords) -> nn.Module:
 def tiny_process_model(task, args, log) -> Path:
     """Folder of the tiny process reward model: the tiny model with a head of two classes, fitted to tell right steps
     of the task's `judged_examples` from wrong ones. Cached like the tiny model."""
-    start, examples = tiny_model(task, args, log), task.judged_examples()
+    start = tiny_model(task, args, log)
+    examples = task.judged_examples()
     recipe = [start.name, JUDGE, Path(__file__).read_text(), examples]
 
     def build(folder: Path) -> None:
@@ -216,12 +229,13 @@ def fit_process_model(start: Path, folder: Path, examples: list[tuple[str, list[
     torch.manual_seed(seed_of(0, "tiny process model"))
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(start)
     tokenizer.add_special_tokens({"additional_special_tokens": [SEPARATOR]})
-    head = {"num_labels": 2, "id2label": {0: "wrong", 1: "right"}, "label2id": {"wrong": 0, "right": 1}}
-    model = transformers.LlamaForTokenClassification.from_pretrained(start, **head)
+    model = transformers.LlamaForTokenClassification.from_pretrained(
+        start, num_labels=2, id2label={0: "wrong", 1: "right"}, label2id={"wrong": 0, "right": 1})
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    judge = ProcessRewardModel(str(folder), torch.device("cpu"), torch.float32)
+    cpu = torch.device("cpu")
+    judge = ProcessRewardModel(str(folder), cpu, torch.float32)
     rows = []  # (ids, places, verdicts)
     for question, steps, verdicts in examples:
         ids, places = judge.encode(question, steps)
@@ -230,11 +244,13 @@ def fit_process_model(start: Path, folder: Path, examples: list[tuple[str, list[
 
     def loss_of(batch: list[int]) -> Tensor:
         """Cross-entropy at the separators, a mean over the steps of the batch."""
-        ids, places, verdicts = zip(*(rows[i] for i in batch), strict=True)
-        ids, mask = pad_right(ids, tokenizer.pad_token_id)
+        some = [rows[i] for i in batch]
+        ids, mask = pad_right([ids for ids, _, _ in some], tokenizer.pad_token_id)
         logits = model(input_ids=ids, attention_mask=mask).logits
-        read = torch.cat([logits[row, at] for row, at in enumerate(places)])
-        return nn.functional.cross_entropy(read, torch.cat(verdicts))
+        read = [logits[row, places] for row, (_, places, _) in enumerate(some)]
+        verdicts = [right for _, _, right in some]
+        return nn.functional.cross_entropy(torch.cat(read), torch.cat(verdicts))
 
-    fit(model, JUDGE, [len(ids) for ids, _, _ in rows], loss_of, lambda text: log(f"  process model {text}"))
+    lengths = [len(ids) for ids, _, _ in rows]
+    fit(model, JUDGE, lengths, loss_of, lambda text: log(f"  process model {text}"))
     model.save_pretrained(folder)
