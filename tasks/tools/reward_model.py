@@ -19,9 +19,9 @@ class RewardModel:
         self.budget = TokenBudget(budget)
         classifier = transformers.AutoModelForSequenceClassification.from_pretrained
         self.model, self.tokenizer = load_judge(flag, path, classifier, device, dtype)
-        if self.model.config.num_labels != 1:
-            raise UserError(f"{flag} {path} has {self.model.config.num_labels} labels; a reward model gives one score "
-                            "(num_labels 1)")
+        labels = self.model.config.num_labels
+        if labels != 1:
+            raise UserError(f"{flag} {path} has {labels} labels; a reward model gives one score (num_labels 1)")
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id  # by which it finds the last token of a row
@@ -33,28 +33,44 @@ class RewardModel:
         What is too long loses its beginning.
         """
         said = rollout.prompt.messages
-        messages = [*([{"role": "user", "content": said}] if isinstance(said, str) else said), *rollout.turns]
-        as_users = [{**message, "role": "user" if message["role"] == "tool" else message["role"]}
-                    for message in messages]
+        if isinstance(said, str):
+            said = [{"role": "user", "content": said}]
+        messages = [*said, *rollout.turns]
+        shown = self.shown(messages)
+        if shown is not None:
+            return self.tokenizer.encode(shown, add_special_tokens=False)[-self.longest :]
         text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return self.tokenizer.encode(text)[-self.longest :]
+
+    def shown(self, messages: list[dict]) -> str | None:
+        """The text that the chat template makes of all messages; None where there is none, or it shows not all."""
         if self.tokenizer.chat_template is None:
-            return self.tokenizer.encode(text)[-self.longest :]
-        for some in (messages, as_users):
+            return None
+        without_tools = [as_user(message) for message in messages]
+        for some in (messages, without_tools):
             try:
                 shown = self.tokenizer.apply_chat_template(some, tokenize=False)
             except (jinja2.TemplateError, TypeError):
                 continue
-            if all(message["content"].strip() in shown for message in some):
-                return self.tokenizer.encode(shown, add_special_tokens=False)[-self.longest :]
-        return self.tokenizer.encode(text)[-self.longest :]
+            missing = [message for message in some if message["content"].strip() not in shown]
+            if not missing:
+                return shown
+        return None
 
     @torch.no_grad()
     def scores(self, rollouts: list[Rollout]) -> list[float]:
         """One score a rollout, in batches of at most `budget` tokens of similar length."""
-        rows = [self.encode(rollout) or [self.tokenizer.pad_token_id] for rollout in rollouts]
-        return self.budget.map([len(row) for row in rows], lambda batch: self.logits([rows[i] for i in batch]).tolist())
+        empty = [self.tokenizer.pad_token_id]
+        rows = [self.encode(rollout) or empty for rollout in rollouts]
+        lengths = [len(row) for row in rows]
+        return self.budget.map(lengths, lambda batch: self.logits([rows[i] for i in batch]).tolist())
 
     def logits(self, rows: list[list[int]]) -> Tensor:
         """(b,) scores of rows of ids."""
         ids, mask = pad_right(rows, self.tokenizer.pad_token_id, self.device)
         return self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float()
+
+
+def as_user(message: dict) -> dict:
+    """A tool's message as the user's, for a template that knows no tool's role."""
+    return {**message, "role": "user"} if message["role"] == "tool" else message
