@@ -42,6 +42,11 @@ class Family:
     rollouts: list[Rollout]
 
 
+def is_own(prompt: Prompt) -> bool:
+    """Whether it is a question of the policy's own."""
+    return prompt.meta.get("self_play", False)
+
+
 def as_user(text: str, meta: dict) -> Prompt:
     return Prompt([{"role": "user", "content": text}], None, meta)
 
@@ -207,7 +212,7 @@ class SelfPlay:
 
     def regroup(self, groups: list[Group]) -> list[Group]:
         """Refused groups become unscorable; with --q-group-size, the questions of an instruction become a group."""
-        own = [group for group in groups if group.prompt.meta.get("self_play")]
+        own = [group for group in groups if is_own(group.prompt)]
         beside = self._question_groups(own) if self.args.q_group_size > 1 else []
         for group in own:
             for score in group.scores:
