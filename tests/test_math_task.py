@@ -268,3 +268,17 @@ def test_observe_records_wins_and_the_share_of_answers():
 def test_limit_and_eval_size_are_kept():
     task = math_task(limit=50, eval_size=7)
     assert (len(task.train), len(task.heldout())) == (50, 7)
+
+
+# ---- columns
+def test_every_column_has_a_meaning_and_a_run_has_those_of_what_is_switched_on(tmp_path):
+    for meanings in (MathTask.columns, MathTask.eval_columns):
+        assert all(0 < len(meaning) <= 110 for meaning in meanings.values())
+    plain, full = math_task(), math_task(prm="given", chain_scoring="shadow", self_play=0.3)
+    assert list(plain.columns) == ["answer_share"]
+    assert list(plain.eval_columns) == ["answer_share", "format", "final_answer_accuracy"]
+    assert list(full.columns) == [name for name in MathTask.columns if name != "math_share"]
+    assert full.eval_columns == MathTask.eval_columns
+    own = math_task(self_play=0.3)
+    assert list(own.columns)[:4] == ["answer_share", "step_accuracy", "lccp", "phase"]
+    assert own.parts == ("correct", "format", "question", "solution")

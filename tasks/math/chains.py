@@ -188,7 +188,7 @@ def parse_links(reply: str) -> list[Link]:
     try:
         records = json.loads(reply[start:end + 1])
         return _links_of(records[:MOST_LINKS])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):  # int(1e999) overflows
         return []
 
 
