@@ -87,7 +87,8 @@ def test_results_hold_within_a_ten_thousandth():
 def test_replies_are_json_lists_or_nothing():
     reply = 'Sure: [{"expression": "4+3", "result": "7", "uses": []}, {"expression": "7-2", "result": 5, "uses": [1]}]'
     assert parse_links(reply) == [Link("4+3", 7), Link("7-2", 5, (0,))]
-    for bad in ("", "[", '[{"result": 1}]', '[{"expression": "1", "result": "nan"}]', "[1]", "[" * 50_000):
+    for bad in ("", "[", '[{"result": 1}]', '[{"expression": "1", "result": "nan"}]', "[1]",
+                '[{"expression": "1", "result": 1, "uses": [1e999]}]', "[" * 50_000):
         assert parse_links(bad) == []
 
 

@@ -11,9 +11,10 @@ from test_task_contract import core_args, rollout
 
 from data import Group, UserError
 from rewards import equivalent, final_answer
+from tasks.math import given as given_problems
 from tasks.math import task as math_reasoning
 from tasks.math import word_problems as words
-from tasks.math.records import question_and_gold
+from tasks.math.records import is_numeric, question_and_gold
 from tasks.math.task import MathTask
 from tasks.math.word_problems import demonstration, split_expressions, word_problems
 
@@ -101,13 +102,13 @@ def test_math_records_are_filtered_by_level_and_numeric_gold(tmp_path):
 def test_numeric_golds():
     for gold in ("7", "-7", "1,234", r"10,\!000", "0.5", ".5", "3/4", "$5", r"\$18.90", r"28\%", r"\frac{1}{2}",
                  r"-\dfrac{3}{4}", r"\frac12", r"11\frac{1}{2}"):
-        assert math_reasoning.is_numeric(gold), gold
+        assert is_numeric(gold), gold
     for gold in (r"\sqrt{2}", r"2\pi", "x", "(1, 2)", "1,2", r"\infty", "", r"\text{Evelyn}", "3i", "1000_2", "1/0"):
-        assert not math_reasoning.is_numeric(gold), gold
+        assert not is_numeric(gold), gold
 
 
 def test_a_gold_that_does_not_equal_itself_is_dropped_and_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr(math_reasoning, "check_golds", lambda golds: [gold for gold in golds if gold == "3"])
+    monkeypatch.setattr(given_problems, "check_golds", lambda golds: [gold for gold in golds if gold == "3"])
     task = math_task(data=write(tmp_path / "a.jsonl", numbered(20)), max_bad_records=0.1)
     assert "3" not in [p.gold for p in task.train + task.heldout()]
     assert any("gold does not equal itself 1" in note for note in task.notes)
@@ -267,3 +268,17 @@ def test_observe_records_wins_and_the_share_of_answers():
 def test_limit_and_eval_size_are_kept():
     task = math_task(limit=50, eval_size=7)
     assert (len(task.train), len(task.heldout())) == (50, 7)
+
+
+# ---- columns
+def test_every_column_has_a_meaning_and_a_run_has_those_of_what_is_switched_on(tmp_path):
+    for meanings in (MathTask.columns, MathTask.eval_columns):
+        assert all(0 < len(meaning) <= 110 for meaning in meanings.values())
+    plain, full = math_task(), math_task(prm="given", chain_scoring="shadow", self_play=0.3)
+    assert list(plain.columns) == ["answer_share"]
+    assert list(plain.eval_columns) == ["answer_share", "format", "final_answer_accuracy"]
+    assert list(full.columns) == [name for name in MathTask.columns if name != "math_share"]
+    assert full.eval_columns == MathTask.eval_columns
+    own = math_task(self_play=0.3)
+    assert list(own.columns)[:4] == ["answer_share", "step_accuracy", "lccp", "phase"]
+    assert own.parts == ("correct", "format", "question", "solution")

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_model, word_tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from data import UserError
 from tasks.nla import reconstructor
-from tasks.nla.reconstructor import Critic, Spec, baselines, batches, fve, mse, normalise
+from tasks.nla.reconstructor import Critic, Spec, baselines, fve, mse, normalise
 
 CPU, TEMPLATE = torch.device("cpu"), "w3 w4 {explanation} w9"
 SCALE = 32**0.5
@@ -52,14 +50,6 @@ def test_both_baselines_and_fve_by_hand():
     assert raw == pytest.approx(1.0)
     assert older == pytest.approx(((2 - 2**0.5) ** 2 + 2) / 2)
     assert fve(0.25, raw) == pytest.approx(0.75) and fve(raw, raw) == 0.0 and fve(3.0, raw) == pytest.approx(-2.0)
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 100))
-def test_batches_hold_every_text_once_within_the_budget(lengths, budget):
-    found = list(batches(lengths, budget))
-    assert sorted(i for some in found for i in some) == list(range(len(lengths)))
-    assert all(len(some) == 1 or len(some) * max(lengths[i] for i in some) <= budget for some in found)
 
 
 # ---- what is read

@@ -30,6 +30,7 @@ from tasks.math.questions import (
     trigrams,
 )
 from tasks.math.self_play import Family
+from tasks.math.step_judge import StepScores
 from tasks.math.word_problems import judged_solutions, word_problems
 
 GOLDS = [(question, str(steps[-1][3])) for question, steps in word_problems("train", 400)]
@@ -213,22 +214,22 @@ def own_task(tmp_path, **values):
 def own_group(task, answers, question="Tom has 4 pens and buys 3 more. How many pens now?", written=None, family=None):
     meta = {"self_play": True, "topic": "sums", "target": 0.3, "found": "sums",
             "novelty": (0.5, 1.0), "written": written, "family": family}
-    prompt = task._prompt(question, None, **meta)
+    prompt = task.prompt(question, None, **meta)
     rows = [rollout(prompt, f"Step 1: 4+3=7\nStep 2: 7+0=7\nFinal Answer: {answer}") for answer in answers]
     return Group(prompt, rows, task.score(rows))
 
 
 def test_rewards_with_a_process_model_by_hand(tmp_path):
     task = own_task(tmp_path)
-    right = task._parts(True, 1.0, 1.0, [0.9, 0.6], None)
+    right = task.reward_parts(True, 1.0, 1.0, StepScores([0.9, 0.6]))
     assert right == pytest.approx({"correct": 0.5, "process": 0.4 * (0.6 * 0.6 + 0.4 * 0.75), "format": 0.1,
                                    "beginning": 0.0})
-    wrong = task._parts(False, 0.0, 1.0, [0.9, 0.2], None)
+    wrong = task.reward_parts(False, 0.0, 1.0, StepScores([0.9, 0.2]))
     assert sum(wrong.values()) == pytest.approx(0.4 * (0.6 * 0.2 + 0.4 * 0.55) + 0.1 + 0.15 * 0.5)
-    assert task._parts(True, 1.0, 1.0, None, None) == {"correct": 0.85, "format": 0.15}
-    task.calibration.active = True
+    assert task.reward_parts(True, 1.0, 1.0, StepScores()) == {"correct": 0.85, "format": 0.15}
+    task.step_judge.calibration.active = True
     links = [Link("4+3", 7), Link("7-2", 6)]
-    assert task._parts(True, 1.0, 0.0, [0.9], links) == pytest.approx(
+    assert task.reward_parts(True, 1.0, 0.0, StepScores([0.9], links)) == pytest.approx(
         {"correct": 0.5, "integrity": 0.3 * (0.6 * 0.5 + 0.4 * 0.5), "chain_lccp": 0.2 * 0.5})
 
 
@@ -328,11 +329,11 @@ def test_math_data_are_mixed_in_along_their_ramp(tmp_path):
     prompt = next(p for p in task.prompts(8) if p.meta.get("source") == "math")
     answer = rollout(prompt, f"Final Answer: {prompt.gold}")
     task.observe([Group(prompt, [answer], task.score([answer]))])
-    assert task.math_sampler.wins.sum() == 1 and task.sampler.tries.sum() == 0
+    assert task.mixture.second.wins.sum() == 1 and task.sampler.tries.sum() == 0
     again = math_task(data=str(tmp_path / "d.jsonl"), math_data=second, math_mix=0.25)
     again.load_state_dict(json.loads(json.dumps(task.state_dict())))
     assert again.state_dict() == task.state_dict()
-    assert task.keep(lambda p: p.meta.get("source") != "math") == 40 and task.math_sampler is None
+    assert task.keep(lambda p: p.meta.get("source") != "math") == 40 and task.mixture is None
 
 
 def test_options_that_cannot_work_are_refused():
@@ -358,23 +359,23 @@ def test_a_failing_process_model_costs_only_the_solution_that_it_fails_on(tmp_pa
     task = math_task(prm="given")
     prompt = task.prompts(1)[0]
     rows = [rollout(prompt, f"Step 1: a\nFinal Answer: {answer}") for answer in (prompt.gold, "13")]
-    task.prm = FakeProcessModel(lambda question, steps: "13" in steps[-1])
+    task.step_judge.prm = FakeProcessModel(lambda question, steps: "13" in steps[-1])
     good, bad = task.score_all([rows])[0]
     assert "process" in good.parts and set(bad.parts) == {"correct", "format"}
-    task.prm = FakeProcessModel(lambda question, steps: True)
+    task.step_judge.prm = FakeProcessModel(lambda question, steps: True)
     with pytest.raises(RuntimeError):
         task.score_all([rows])
 
 
 def test_shadow_chains_change_nothing_until_they_agree(tmp_path):
     task = math_task(prm="given", chain_scoring="shadow")
-    task.prm = FakeProcessModel(lambda question, steps: False)
+    task.step_judge.prm = FakeProcessModel(lambda question, steps: False)
     prompt = task.prompts(1)[0]
     rows = [rollout(prompt, "Step 1: 1+1=2\nFinal Answer: 2")] * 8
     group = Group(prompt, rows, task.score(rows))
     assert "integrity" not in group.scores[0].parts
-    assert task.observe([group])["chain_active"] == 0 and len(task.calibration.last) == 2
-    task.calibration.active = True
+    assert task.observe([group])["chain_active"] == 0 and len(task.step_judge.calibration.last) == 2
+    task.step_judge.calibration.active = True
     assert set(task.score(rows)[0].parts) == {"correct", "integrity", "chain_lccp"}
 
 

@@ -38,33 +38,43 @@ class Topics:
     or lack, where the data have labels, else by keywords."""
 
     def __init__(self, labelled: Sequence[tuple[str, str | None]]):
-        labels = [(text, topic) for text, topic in labelled if topic]
-        self.counts: dict[str, Counter[str]] = {}
-        self.sizes: Counter[str] = Counter()
-        if 2 * len(labels) > len(labelled):
-            for text, topic in labels:
-                self.counts.setdefault(topic, Counter()).update(set(WORDS.findall(text.lower())))
-                self.sizes[topic] += 1
-        self.names = sorted(self.counts) or sorted(KEYWORDS)
-        vocabulary = sorted({word for counts in self.counts.values() for word in counts})
-        self.vocabulary = set(vocabulary)
-        self.absent = {topic: sum(math.log(1 - self._share(topic, word)) for word in vocabulary)
-                       for topic in self.counts}  # log-likelihood of a text without any of the words
+        self.counts: dict[str, Counter[str]] = {}  # by topic: questions that have a word
+        self.sizes: Counter[str] = Counter()  # by topic: questions
+        self.vocabulary: set[str] = set()
         self.keywords = {name: set(words.split()) for name, words in KEYWORDS.items()}
+        with_topic = [pair for pair in labelled if pair[1]]
+        if 2 * len(with_topic) > len(labelled):
+            for text, topic in with_topic:
+                self._count(text, topic)
+        self.names = sorted(self.counts) or sorted(KEYWORDS)
+        self.absent = {topic: self._log_absent(topic) for topic in self.counts}
+
+    def _count(self, text: str, topic: str) -> None:
+        words = set(WORDS.findall(text.lower()))
+        self.counts.setdefault(topic, Counter()).update(words)
+        self.sizes[topic] += 1
+        self.vocabulary |= words
+
+    def _log_absent(self, topic: str) -> float:
+        """Log-likelihood of a text without any word of the vocabulary."""
+        shares = [self._share(topic, word) for word in sorted(self.vocabulary)]
+        return sum(math.log(1 - p) for p in shares)
 
     def classify(self, text: str) -> str:
+        """The most likely topic, the first of several; arithmetic where there are neither labels nor keywords."""
         words = set(WORDS.findall(text[:4000].lower()))
-        if not self.counts:
-            hits = {name: len(words & keys) for name, keys in self.keywords.items()}
-            best = max(hits.values())
-            return next(name for name, n in hits.items() if n == best) if best else "arithmetic"
-        known = sorted(words & self.vocabulary)
+        if self.counts:
+            known = sorted(words & self.vocabulary)
+            return max(self.names, key=lambda topic: self._log_likelihood(topic, known))
+        hits = {name: len(words & keys) for name, keys in self.keywords.items()}
+        best = max(hits, key=hits.get)
+        return best if hits[best] else "arithmetic"
 
-        def likelihood(topic: str) -> float:
-            shares = [self._share(topic, word) for word in known]
-            return math.log(self.sizes[topic]) + self.absent[topic] + sum(math.log(p / (1 - p)) for p in shares)
-
-        return max(self.names, key=likelihood)
+    def _log_likelihood(self, topic: str, words: list[str]) -> float:
+        """Of a text with these words of the vocabulary and no others, and of its topic."""
+        shares = [self._share(topic, word) for word in words]
+        log_odds = [math.log(p / (1 - p)) for p in shares]
+        return math.log(self.sizes[topic]) + self.absent[topic] + sum(log_odds)
 
     def _share(self, topic: str, word: str) -> float:
         """Share of a topic's questions that have a word, smoothed."""
@@ -85,28 +95,38 @@ def confirmed(answers: Sequence[str | None], topic: str, seconds: float = 1.5) -
 
     Plain arithmetic here reads numbers only; SymPy works in a process of its own, `seconds` for all of them together.
     """
-    tool, known, until = tool_of(topic), {None: None}, time.monotonic() + seconds
+    tool = tool_of(topic)
+    until = time.monotonic() + seconds
+    known: dict[str | None, float | None] = {None: None}
     for answer in answers:
-        if answer in known:
-            continue
-        if tool == "sympy":
-            left = until - time.monotonic()
-            known[answer] = value(answer, 0.5) if left > 0 else None
-        elif tool == "arithmetic":
-            plain = number(answer)
-            known[answer] = evaluate(answer.strip("$ .")) if plain is None else plain
-        else:
-            known[answer] = None
+        if answer not in known:
+            known[answer] = _confirmed_value(answer, tool, until - time.monotonic())
     return [known[answer] for answer in answers]
+
+
+def _confirmed_value(answer: str, tool: str | None, seconds_left: float) -> float | None:
+    if tool == "sympy":
+        return value(answer, 0.5) if seconds_left > 0 else None
+    if tool == "arithmetic":
+        plain = number(answer)
+        return evaluate(answer.strip("$ .")) if plain is None else plain
+    return None
 
 
 def agreement(values: Sequence[float | None]) -> list[bool]:
     """Which of the values belong to the most frequent one (the first of several); none where all are None."""
-    best: list[bool] = [False] * len(values)
-    for v in dict.fromkeys(x for x in values if x is not None):
-        same = [x is not None and abs(x - v) <= 1e-9 * max(1.0, abs(v)) for x in values]
-        best = same if sum(same) > sum(best) else best
+    best = [False] * len(values)
+    for candidate in dict.fromkeys(values):
+        if candidate is None:
+            continue
+        same = [x is not None and _nearly_equal(x, candidate) for x in values]
+        if sum(same) > sum(best):
+            best = same
     return best
+
+
+def _nearly_equal(x: float, y: float) -> bool:
+    return abs(x - y) <= 1e-9 * max(1.0, abs(y))
 
 
 def passes_gate(agree: Sequence[bool]) -> bool:
@@ -115,21 +135,29 @@ def passes_gate(agree: Sequence[bool]) -> bool:
 
 
 # ---- the quality of a question
+LABEL = re.compile(r"(?i)^\s*(?:problem|question)\s*:\s*")
+ASKS = re.compile(r"(?i)\?\s*$|\b(?:find|calculate|determine|compute|what|how (?:many|much|long|far|old))\b")
+BOX = re.compile(r"\\boxed|####")
+
+
 def clean_question(text: str) -> str | None:
     """A written question as it is put to the policy; None where it is too short to be one."""
-    text = re.sub(r"(?i)^\s*(?:problem|question)\s*:\s*", "", text.strip()).strip()
+    text = LABEL.sub("", text.strip()).strip()
     return text if len(text) >= SHORTEST else None
 
 
-ASKS = re.compile(r"(?i)\?\s*$|\b(?:find|calculate|determine|compute|what|how (?:many|much|long|far|old))\b")
 
 
 def clarity(question: str) -> float:
     """A quarter each: it asks for something; it has 6 to 120 words and repeats itself in under half; it has a number;
     it holds no solution."""
-    words = question.split()
-    checks = (ASKS.search(question), 6 <= len(words) <= 120 and repetition(question) < 0.5, re.search(r"\d", question),
-              not (STEP_LINE.search(question) or FINAL_LINE.search(question) or re.search(r"\\boxed|####", question)))
+    words = len(question.split())
+    checks = [
+        ASKS.search(question),
+        6 <= words <= 120 and repetition(question) < 0.5,
+        re.search(r"\d", question),
+        not any(pattern.search(question) for pattern in (STEP_LINE, FINAL_LINE, BOX)),
+    ]
     return sum(map(bool, checks)) / 4
 
 
@@ -143,62 +171,63 @@ def question_quality(topic: float, measured: float, target: float, clear: float,
 
     The fit is 1 − 2·|measured − target|, 0 at least. Where no solution is valid (`solvable` 0) the quality is 0.
     """
+    if solvable <= 0:
+        return 0.0
     fit = max(0.0, 1 - 2 * abs(measured - target))
-    return 0.25 * topic + 0.15 * fit + 0.20 * clear + 0.20 * solvable + 0.20 * new if solvable > 0 else 0.0
+    return 0.25 * topic + 0.15 * fit + 0.20 * clear + 0.20 * solvable + 0.20 * new
 
 
 def reward_cap(form: float, data_novelty: float) -> float:
     """The most that a solution of an own question earns: 0.30 where its format is under 0.5; 0.35 where the question is
     nearly one of the data (novelty under 0.20), 0.55 where it is like none of them (over 0.85)."""
-    return min(0.30 if form < 0.5 else 1.0, 0.35 if data_novelty < 0.20 else 0.55 if data_novelty > 0.85 else 1.0)
+    cap = 0.30 if form < 0.5 else 1.0
+    if data_novelty < 0.20:
+        cap = min(cap, 0.35)
+    elif data_novelty > 0.85:
+        cap = min(cap, 0.55)
+    return cap
 
 
 # ---- novelty
 def trigrams(text: str) -> set[str]:
-    text = " ".join(text.casefold().split())[:2000]
-    return {text[i:i + 3] for i in range(len(text) - 2)} or {text}
+    """The character trigrams of a text, whatever its case and spacing; a shorter text is one of its own."""
+    text = " ".join(text.casefold().split())
+    text = text[:2000]
+    grams = {text[i:i + 3] for i in range(len(text) - 2)}
+    return grams or {text}
 
 
 class TrigramIndex:
-    """The highest Jaccard similarity of character-trigram sets to any indexed text, by an inverted index.
-
-    A text with more in common than the best so far must share one of the query's rarer trigrams (the prefix filter of
-    Chaudhuri et al. 2006), so the long lists of the common ones are mostly not read.
-    """
+    """Inverted index of character trigrams: the highest Jaccard similarity of trigram sets to any indexed text."""
 
     def __init__(self, texts: Iterable[str]):
-        self.sets = [trigrams(text) for text in texts]
-        places: dict[str, list[int]] = defaultdict(list)
-        for i, grams in enumerate(self.sets):
+        postings: dict[str, list[int]] = defaultdict(list)
+        sizes = []
+        for i, text in enumerate(texts):
+            grams = trigrams(text)
+            sizes.append(len(grams))
             for gram in grams:
-                places[gram].append(i)
-        self.places = {gram: np.array(found, dtype=np.int32) for gram, found in places.items()}
-        self.sizes = np.array([len(grams) for grams in self.sets])
+                postings[gram].append(i)
+        self.sizes = np.array(sizes)
+        self.postings = {gram: np.array(found, dtype=np.int32) for gram, found in postings.items()}
 
     def nearest(self, text: str) -> float:
         """0 to 1; 0 where nothing is indexed."""
-        query, best = trigrams(text), 0.0
-        known = sorted((gram for gram in query if gram in self.places), key=lambda gram: (len(self.places[gram]), gram))
-        counts = np.zeros(len(self.sets), dtype=np.int32)
-        for done, gram in enumerate(known, 1):
-            counts[self.places[gram]] += 1
-            left = len(known) - done
-            if done % 8 and left:
-                continue
-            # an upper bound on each text's similarity: all that is left in common
-            common = counts + left
-            bound = common / (self.sizes + len(query) - common).clip(min=1)
-            best = max(best, jaccard(query, self.sets[int(bound.argmax())]))
-            unseen = left / max(len(query), 1)
-            open_ = np.flatnonzero((bound > best) & (counts > 0))
-            if left and best > unseen and len(open_) <= 64:
-                return max([best, *(jaccard(query, self.sets[i]) for i in open_)])
-        return best
+        query = trigrams(text)
+        found = [self.postings[gram] for gram in query if gram in self.postings]
+        if not found:
+            return 0.0
+        common = np.bincount(np.concatenate(found), minlength=len(self.sizes))
+        similarity = common / (self.sizes + len(query) - common)
+        return float(similarity.max())
 
 
 def jaccard(a: set[str], b: set[str]) -> float:
+    """Size of the intersection over that of the union."""
     common = len(a & b)
-    return common / (len(a) + len(b) - common) if common else 0.0
+    if common == 0:
+        return 0.0
+    return common / (len(a) + len(b) - common)
 
 
 class Novelty:
@@ -214,9 +243,11 @@ class Novelty:
     def add(self, question: str) -> tuple[float, float]:
         """(against the data, against the run) of a question, which then belongs to the run."""
         grams = trigrams(question)
-        session = max((jaccard(grams, other) for other in self.grams), default=0.0)
+        similarities = [jaccard(grams, other) for other in self.grams]
+        data = 1 - self.data.nearest(question)
+        session = 1 - max(similarities, default=0.0)
         self._keep(question)
-        return 1 - self.data.nearest(question), 1 - session
+        return data, session
 
     def _keep(self, question: str) -> None:
         self.texts.append(question[:2000])

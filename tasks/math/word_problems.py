@@ -16,6 +16,7 @@ MAX_PROBLEMS = {"train": 4000, "heldout": 1000}
 NAMES = ("Tom", "Mia", "Sam", "Ana", "Ben", "Eva")
 ITEMS = ("pens", "cups", "eggs", "hats", "keys", "nuts")
 VERBS = {"+": ("buys {} more", "finds {} more", "gets {} more"), "-": ("gives away {}", "loses {}", "sells {}")}
+FAULTS = ("operator", "operand", "result", "answer")
 Steps = list[tuple[int, str, int, int]]  # (left, operator, right, result), each left the result before it
 
 
@@ -27,28 +28,68 @@ def split_expressions() -> dict[str, dict[int, list[Steps]]]:
     trained on. Each single sum of a held-out expression still occurs in two training ones: what is held out is the
     problem, not the arithmetic.
     """
-    every = [work_out(operands, operators) for count in (1, 2)
-             for operands in itertools.product(range(1, 8), repeat=count + 1)
-             for operators in itertools.product("+-", repeat=count)]
-    every = [steps for steps in every if all(step[3] >= 0 for step in steps)]
-    left = Counter(step for steps in every for step in steps)  # how often a sum occurs in training
-    split: dict[str, dict[int, list[Steps]]] = {"train": {1: [], 2: []}, "heldout": {1: [], 2: []}}
-    goal = {count: round(0.15 * sum(len(steps) == count for steps in every)) for count in (1, 2)}
+    every = _expressions()
+    lengths = Counter(len(steps) for steps in every)
+    left = Counter(itertools.chain(*every))  # how often a sum occurs in training
+    train: dict[int, list[Steps]] = {1: [], 2: []}
+    heldout: dict[int, list[Steps]] = {1: [], 2: []}
     for i in rng_of(0, "word problems").permutation(len(every)):
         steps = every[i]
-        held = len(split["heldout"][len(steps)]) < goal[len(steps)] and all(left[step] > 2 for step in steps)
-        split["heldout" if held else "train"][len(steps)].append(steps)
-        left.subtract(steps if held else [])
-    return split
+        count = len(steps)
+        goal = round(0.15 * lengths[count])
+        if len(heldout[count]) < goal and all(left[step] > 2 for step in steps):
+            heldout[count].append(steps)
+            left.subtract(steps)
+        else:
+            train[count].append(steps)
+    return {"train": train, "heldout": heldout}
+
+
+def _expressions() -> list[Steps]:
+    every = []
+    for count in (1, 2):
+        for operands in itertools.product(range(1, 8), repeat=count + 1):
+            for operators in itertools.product("+-", repeat=count):
+                steps = work_out(operands, operators)
+                if _no_negative(steps):
+                    every.append(steps)
+    return every
+
+
+def _no_negative(steps: Steps) -> bool:
+    return all(result >= 0 for _, _, _, result in steps)
 
 
 def work_out(operands, operators) -> Steps:
-    steps, left = [], operands[0]
+    """The steps of operands joined by operators, from left to right."""
+    steps = []
+    left = operands[0]
     for operator, right in zip(operators, operands[1:], strict=True):
-        result = left + right if operator == "+" else left - right
+        result = _apply(left, operator, right)
         steps.append((left, operator, right, result))
         left = result
     return steps
+
+
+def _apply(left: int, operator: str, right: int) -> int:
+    return left + right if operator == "+" else left - right
+
+
+def _parts(steps: Steps) -> tuple[list[int], list[str]]:
+    """Operands and operators: what `work_out` made the steps from."""
+    operands = [steps[0][0]]
+    operators = []
+    for _, operator, right, _ in steps:
+        operands.append(right)
+        operators.append(operator)
+    return operands, operators
+
+
+def step_lines(steps: Steps) -> list[str]:
+    lines = []
+    for i, (left, operator, right, result) in enumerate(steps, 1):
+        lines.append(f"Step {i}: {left}{operator}{right}={result}")
+    return lines
 
 
 def word_problems(part: str, count: int) -> Iterator[tuple[str, Steps]]:
@@ -57,17 +98,27 @@ def word_problems(part: str, count: int) -> Iterator[tuple[str, Steps]]:
     A smaller `count` gives the beginning of a larger one, in every run.
     """
     pools = split_expressions()[part]
-    rng, seen = rng_of(0, "wordings", part), set()
+    rng = rng_of(0, "wordings", part)
+    seen: set[str] = set()
     while len(seen) < count:
         pool = pools[1 if len(seen) % 5 == 4 else 2]
         steps = pool[rng.integers(len(pool))]
-        name, items = NAMES[rng.integers(len(NAMES))], ITEMS[rng.integers(len(ITEMS))]
-        events = [VERBS[operator][rng.integers(3)].format(right) for _, operator, right, _ in steps]
-        owned = items if steps[0][0] != 1 else items.removesuffix("s")
-        question = f"{name} has {steps[0][0]} {owned}, {', then '.join(events)}. How many {items} now?"
+        question = _wording(steps, rng)
         if question not in seen:
             seen.add(question)
             yield question, steps
+
+
+def _wording(steps: Steps, rng) -> str:
+    name = NAMES[rng.integers(len(NAMES))]
+    items = ITEMS[rng.integers(len(ITEMS))]
+    events = []
+    for _, operator, right, _ in steps:
+        verb = VERBS[operator][rng.integers(3)]
+        events.append(verb.format(right))
+    owned = steps[0][0]
+    unit = items.removesuffix("s") if owned == 1 else items
+    return f"{name} has {owned} {unit}, {', then '.join(events)}. How many {items} now?"
 
 
 def demonstration(question: str, steps: Steps) -> str:
@@ -79,19 +130,19 @@ def demonstration(question: str, steps: Steps) -> str:
     if 0.30 <= luck < 0.95:
         steps = steps[:1]
     elif luck >= 0.95:
-        steps = _wrong_operator(steps, at=seed_of(0, "slip", question) % len(steps))
-    lines = [f"Step {i}: {a}{operator}{b}={result}" for i, (a, operator, b, result) in enumerate(steps, 1)]
-    return "\n".join([*lines, f"Final Answer: {steps[-1][3]}"])
+        at = seed_of(0, "slip", question) % len(steps)
+        steps = _wrong_operator(steps, at)
+    return "\n".join([*step_lines(steps), f"Final Answer: {steps[-1][3]}"])
 
 
 def _wrong_operator(steps: Steps, at: int) -> Steps:
     """The steps with another operator in one place, worked out with it; unchanged where all would turn negative."""
-    operands = [steps[0][0], *(step[2] for step in steps)]
+    operands, right_operators = _parts(steps)
     for place in (at, *range(len(steps))):
-        operators = [step[1] for step in steps]
+        operators = list(right_operators)
         operators[place] = "-" if operators[place] == "+" else "+"
         wrong = work_out(operands, operators)
-        if all(step[3] >= 0 for step in wrong):
+        if _no_negative(wrong):
             return wrong
     return steps
 
@@ -99,7 +150,9 @@ def _wrong_operator(steps: Steps, at: int) -> Steps:
 # ---- questions, for self-play
 def topic_of(steps: Steps) -> str:
     operators = {step[1] for step in steps}
-    return "mixed" if len(operators) > 1 else "addition" if operators == {"+"} else "subtraction"
+    if len(operators) > 1:
+        return "mixed"
+    return "addition" if operators == {"+"} else "subtraction"
 
 
 def difficulty_of(steps: Steps) -> float:
@@ -116,35 +169,45 @@ def judged_solutions(count: int) -> Iterator[tuple[str, list[str], str, list[boo
     """
     for question, steps in word_problems("train", count):
         rng = rng_of(0, "judged", question)
-        written, luck = list(steps), rng.random()
+        luck = rng.random()
+        written = list(steps)
         answer = steps[-1][3]
         if 0.45 <= luck < 0.85:
             written = steps[:1]
             answer = written[-1][3]
         elif luck >= 0.85:
             written, answer = _spoilt(steps, rng)
-        lines = [f"Step {i}: {a}{operator}{b}={result}" for i, (a, operator, b, result) in enumerate(written, 1)]
-        verdicts = [step in steps[i:i + 1] for i, step in enumerate(written)]
-        yield question, lines, str(answer), [*verdicts, answer == steps[-1][3]]
+        verdicts = [step == asked for step, asked in zip(written, steps, strict=False)]
+        verdicts.append(answer == steps[-1][3])
+        yield question, step_lines(written), str(answer), verdicts
 
 
 def _spoilt(steps: Steps, rng) -> tuple[Steps, int]:
     """The steps with one fault that what follows is worked out from, and the answer that comes of it."""
-    at, fault = int(rng.integers(len(steps))), rng.integers(4)
-    if fault == 3:
-        return list(steps), max(0, steps[-1][3] + int(rng.choice([-2, -1, 1, 2])))
-    if fault == 0:
+    at = int(rng.integers(len(steps)))
+    fault = FAULTS[rng.integers(len(FAULTS))]
+    if fault == "answer":
+        return list(steps), max(0, steps[-1][3] + _slip(rng))
+    if fault == "operator":
         wrong = _wrong_operator(steps, at)
         return wrong, wrong[-1][3]
-    operands, operators = [steps[0][0], *(step[2] for step in steps)], [step[1] for step in steps]
+    operands, operators = _parts(steps)
     slip = 0
-    if fault == 1:
+    if fault == "operand":
         operands[at + 1] = 1 + (operands[at + 1] + int(rng.integers(6))) % 7
     else:
-        slip = int(rng.choice([-2, -1, 1, 2]))
-    written, left = [], operands[0]
+        slip = _slip(rng)
+    written = []
+    left = operands[0]
     for i, (operator, right) in enumerate(zip(operators, operands[1:], strict=True)):
-        result = max(0, (left + right if operator == "+" else left - right) + (slip if i == at else 0))
+        result = _apply(left, operator, right)
+        if i == at:
+            result += slip
+        result = max(0, result)
         written.append((left, operator, right, result))
         left = result
     return written, left
+
+
+def _slip(rng) -> int:
+    return int(rng.choice([-2, -1, 1, 2]))

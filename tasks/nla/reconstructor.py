@@ -8,11 +8,13 @@ Letters: b texts, n tokens, D hidden size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -20,9 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data import UserError
+from models.judging import TokenBudget, context_of, four_bit, load_judge, pad_right
 
 MOST_TOKENS = 1024  # of an explanation in the template
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+NEEDS_4BIT = ("this reconstructor was trained on a 4-bit base and is wrong on a 16-bit one; it needs a CUDA device and "
+              "the bitsandbytes package")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +86,7 @@ class Reconstructor(nn.Module):
         with torch.no_grad():
             self.head.weight.copy_(torch.eye(d))
         self.head.to(next(base.parameters()).device)
-        longest = getattr(base.config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS
-        self.longest = min(MOST_TOKENS, longest)
+        self.longest = min(MOST_TOKENS, context_of(base))
         self.tail = self.tokenizer.encode(spec.template.replace("{explanation}", "a"))[-1:]  # its state is read
         self.marks = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} - {""}, key=len, reverse=True)
 
@@ -108,21 +112,17 @@ class Reconstructor(nn.Module):
 
     def predict(self, rows: Sequence[list[int]]) -> Tensor:
         """(b, D) float32 from token ids, one forward."""
-        last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
-        mask = (torch.arange(width, device=self.device) <= last[:, None]).long()
-        # filled on the right: a causal model never sees it, so a batch gives what one by one gives
+        ids, mask = pad_right(rows, 0, self.device)
+        last = mask.sum(1) - 1  # (b,)
         state = self.base(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return self.head(normalise(state[torch.arange(len(rows), device=self.device), last], self.spec.scale))
 
     @torch.no_grad()
     def score(self, rows: Sequence[list[int]], budget: int = 16_384) -> Tensor:
         """Predictions (b, D), on the CPU, in batches of at most `budget` padded tokens, of similar length."""
-        out = torch.zeros(len(rows), self.head.out_features)
-        for some in batches([len(row) for row in rows], budget):
-            out[some] = self.predict([rows[i] for i in some]).float().cpu()
-        return out
+        lengths = [len(row) for row in rows]
+        found = TokenBudget(budget).map(lengths, lambda some: self.predict([rows[i] for i in some]).float().cpu())
+        return torch.stack(found) if found else torch.zeros(0, self.head.out_features)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The tensors that are trained, and so saved, by name."""
@@ -176,7 +176,7 @@ class Critic:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr if lr is None else lr
         total, gold = 0.0, gold.to(self.model.device)
-        for some in batches([len(row) for row in rows], self.budget):
+        for some in TokenBudget(self.budget).batches([len(row) for row in rows]):
             error = mse(self.model.predict([rows[i] for i in some]), gold[some], self.model.spec.scale)
             (error.sum() / len(rows)).backward()
             total += error.sum().item() / len(rows)
@@ -200,55 +200,39 @@ class Critic:
         self.optimizer.load_state_dict(torch.load(path, map_location=self.model.device, weights_only=True))
 
 
-def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices in batches of similar length, at most `budget` padded tokens each (one text at least)."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    while order:
-        count = max(1, budget // max(1, lengths[order[0]]))
-        yield order[:count]
-        order = order[count:]
+def load_base(spec: Spec, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    """The frozen base of a reconstructor, without its later layers, its output layer and perhaps its final norm; and
+    its tokenizer."""
+    quantized = four_bit(device, dtype, NEEDS_4BIT) if spec.load_4bit else None
+    weights = dtype if spec.lora_r else torch.float32
+    first_layers = functools.partial(load_first_layers, spec)
+    return load_judge("the reconstructor's base", spec.model, first_layers, device, weights, quantized)
 
 
-def load_base(spec: Spec, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The frozen base of a reconstructor, without its later layers, its output layer and perhaps its final norm."""
-    keywords: dict = {"dtype": dtype if spec.lora_r else torch.float32}
-    if spec.load_4bit:
-        if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError("this reconstructor was trained on a 4-bit base and is wrong on a 16-bit one; it needs a "
-                            "CUDA device and the bitsandbytes package")
-        keywords["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
-        keywords["device_map"] = {"": device}
-    try:
-        config = transformers.AutoConfig.from_pretrained(spec.model)
-        own = config.get_text_config()
-        if not 0 <= spec.layer < own.num_hidden_layers:
-            raise UserError(f"layer {spec.layer} is no layer of {spec.model}, which has {own.num_hidden_layers} (0 to "
-                            f"{own.num_hidden_layers - 1})")
-        own.num_hidden_layers = spec.layer + 1
-        if getattr(own, "layer_types", None):
-            own.layer_types = own.layer_types[: spec.layer + 1]
-        base = transformers.AutoModelForCausalLM.from_pretrained(spec.model, config=config, **keywords).base_model
-    except UserError:
-        raise
-    except Exception as error:  # hub, torch, safetensors: each has its own classes
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the reconstructor's base {spec.model} cannot be loaded: {type(error).__name__}: {reason}"
-                        ) from error
+def load_first_layers(spec: Spec, path: str, **keywords) -> nn.Module:
+    """The first K + 1 decoder layers of the causal LM at `path`; `keywords` go to `from_pretrained`."""
+    config = transformers.AutoConfig.from_pretrained(path)
+    own = config.get_text_config()
+    if not 0 <= spec.layer < own.num_hidden_layers:
+        raise UserError(f"layer {spec.layer} is no layer of {path}, which has {own.num_hidden_layers} (0 to "
+                        f"{own.num_hidden_layers - 1})")
+    own.num_hidden_layers = spec.layer + 1
+    if getattr(own, "layer_types", None):
+        own.layer_types = own.layer_types[: spec.layer + 1]
+    base = transformers.AutoModelForCausalLM.from_pretrained(path, config=config, **keywords).base_model
     if not spec.final_norm:
         norms = [name for name, _ in base.named_children() if name in NORMS]
         if len(norms) != 1:
             raise UserError(f"the final norm of a {type(base).__name__} cannot be found; use --final-norm")
         setattr(base, norms[0], nn.Identity())
-    return (base if spec.load_4bit else base.to(device)).requires_grad_(False)
+    return base
 
 
 def build(spec: Spec, device: torch.device, dtype: torch.dtype) -> Reconstructor:
     """A reconstructor at its start: identity head, and a fresh LoRA, or all weights trained where lora_r is 0."""
     if spec.load_4bit and not spec.lora_r:
         raise UserError("4-bit weights cannot be trained; give the reconstructor a LoRA (--lora-r over 0)")
-    base = load_base(spec, device, dtype)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model)
+    base, tokenizer = load_base(spec, device, dtype)
     if spec.lora_r:
         import peft
 

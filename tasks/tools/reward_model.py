@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor
 
 from data import Rollout, UserError
+from models.judging import TokenBudget, context_of, load_judge, pad_right
 
 
 class RewardModel:
@@ -15,22 +16,16 @@ class RewardModel:
 
     def __init__(self, flag: str, path: str, device: torch.device, dtype: torch.dtype, budget: int = 16_384):
         self.device = device
-        self.budget = budget  # tokens of a batch, padding included
-        try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-            self.model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
-        except Exception as error:  # hub, torch, safetensors: each has its own classes
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"{flag} {path} cannot be loaded: {type(error).__name__}: {reason}") from error
+        self.budget = TokenBudget(budget)
+        classifier = transformers.AutoModelForSequenceClassification.from_pretrained
+        self.model, self.tokenizer = load_judge(flag, path, classifier, device, dtype)
         labels = self.model.config.num_labels
         if labels != 1:
             raise UserError(f"{flag} {path} has {labels} labels; a reward model gives one score (num_labels 1)")
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id  # by which it finds the last token of a row
-        self.model = self.model.to(device).eval().requires_grad_(False)
-        config = self.model.config.get_text_config()
-        self.longest = getattr(config, "max_position_embeddings", None) or 10**9
+        self.longest = context_of(self.model)
 
     def encode(self, rollout: Rollout) -> list[int]:
         """The conversation under the model's own chat template; where it knows no tool's role, a tool is a user.
@@ -67,28 +62,12 @@ class RewardModel:
         """One score a rollout, in batches of at most `budget` tokens of similar length."""
         empty = [self.tokenizer.pad_token_id]
         rows = [self.encode(rollout) or empty for rollout in rollouts]
-        out = [0.0] * len(rows)
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-        while order:
-            width = len(rows[order[0]])
-            count = max(1, self.budget // width)
-            batch = order[:count]
-            order = order[count:]
-            scores = self.logits([rows[i] for i in batch], width)
-            for i, score in zip(batch, scores.tolist(), strict=True):
-                out[i] = score
-        return out
+        lengths = [len(row) for row in rows]
+        return self.budget.map(lengths, lambda batch: self.logits([rows[i] for i in batch]).tolist())
 
-    def logits(self, rows: list[list[int]], width: int) -> Tensor:
-        """(b,) scores of rows of ids, padded on the right to `width`."""
-        shape = (len(rows), width)
-        ids = torch.full(shape, self.tokenizer.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = torch.tensor(row)
-            mask[i, : len(row)] = 1
-        ids = ids.to(self.device)
-        mask = mask.to(self.device)
+    def logits(self, rows: list[list[int]]) -> Tensor:
+        """(b,) scores of rows of ids."""
+        ids, mask = pad_right(rows, self.tokenizer.pad_token_id, self.device)
         return self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float()
 
 
