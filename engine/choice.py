@@ -15,54 +15,84 @@ from data import Prompt, Rollout, UserError
 from engine.attention import install_attention
 from engine.http import Server
 from engine.logps import TrainRow, micro_batches, token_logps
-from engine.rollout import Draws, decode
+from engine.rollout import TurnBuffer, decode
 
 FAULTS = (NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError, ValueError, IndexError, ImportError)
 
 
 def choose_engine(policy, log) -> str:
     """'fast' where this model's fast path gives what its plain path gives, on rollouts of a few random tokens."""
-    args, hf = policy.args, policy.hf
+    args = policy.args
     if args.engine == "http":  # the log-probabilities stay here
         policy.server = Server(policy, log)
         policy.server.connect(policy)
     if args.engine == "generate":
         return "generate"
-    vocabulary = min(hf.get_output_embeddings().weight.shape[0], len(policy.tokenizer))
-    ids = np.random.default_rng(0).integers(vocabulary, size=14).tolist()
-    rows = [Rollout(p, list(p.meta["ids"]), [], [], [], [], "", [])
-            for p in (Prompt("", meta={"ids": ids[:5]}), Prompt("", meta={"ids": ids[5:]})) for _ in range(2)]
+    rows = probe_rollouts(policy)
     try:
-        models = [hf] + [policy.reference] * isinstance(policy.reference, torch.nn.Module)
-        if not min(install_attention(model) for model in models):
-            raise NotImplementedError(f"its attention is {hf.config._attn_implementation}")
-        with torch.no_grad():
-            draws = Draws(rows, [6] * 4, torch.full((4, 6), 0.5), policy, 1.0)
-            draws.stop = draws.stop[:0]
-            decode(policy, rows, draws, {})
-            draws.write(rows, policy)
-            close_enough(policy, rows, draws.logp)
-            policy.engine = "fast"
-            packed = token_logps(policy, hf, [TrainRow(row, 0.0) for row in rows], 1.0)[0]
-            close_enough(policy, rows, packed)
+        install(policy)
+        check_fast(policy, rows)
     except FAULTS as error:
         if args.engine == "fast":
             raise UserError(f"--engine fast does not work with {args.model}: {error}; use --engine auto") from error
+        policy.engine = "generate"
         log(f"engine generate: the fast one does not fit this model ({type(error).__name__}: {str(error)[:150]})")
         return "generate"
-    if args.packed_attention == "flex" or (args.packed_attention == "auto" and policy.device.type == "cuda"):
+    automatic = args.packed_attention == "auto" and policy.device.type == "cuda"
+    if automatic or args.packed_attention == "flex":
         policy.flex = choose_flex(policy, rows, log)
     return "fast"
+
+
+def probe_rollouts(policy) -> list[Rollout]:
+    """Two rollouts of each of two prompts of random tokens."""
+    vocabulary = min(policy.hf.get_output_embeddings().weight.shape[0], len(policy.tokenizer))
+    ids = np.random.default_rng(0).integers(vocabulary, size=14).tolist()
+    rows = []
+    for own in (ids[:5], ids[5:]):
+        prompt = Prompt("", meta={"ids": own})
+        for _ in range(2):
+            rows.append(Rollout(prompt, list(own), [], [], [], [], "", []))
+    return rows
+
+
+def install(policy) -> None:
+    """Let the policy and its reference attend by layouts. Raises where their attention cannot."""
+    models = [policy.hf]
+    if isinstance(policy.reference, torch.nn.Module):
+        models.append(policy.reference)
+    installed = [install_attention(model) for model in models]
+    if not all(installed):
+        raise NotImplementedError(f"its attention is {policy.hf.config._attn_implementation}")
+
+
+@torch.no_grad()
+def check_fast(policy, rows: list[Rollout]) -> None:
+    """Write the rows by the fast path, and take their log-probabilities. Raises where the plain path gives others."""
+    buffer = TurnBuffer(rows, [6] * 4, torch.full((4, 6), 0.5), policy, 1.0)
+    buffer.stop = buffer.stop[:0]
+    decode(policy, rows, buffer, {})
+    buffer.append_to(rows, policy)
+    close_enough(policy, rows, buffer.logp)
+    policy.engine = "fast"
+    packed, _ = token_logps(policy, policy.hf, as_train_rows(rows), 1.0)
+    close_enough(policy, rows, packed)
+
+
+def as_train_rows(rows: list[Rollout]) -> list[TrainRow]:
+    return [TrainRow(row, 0.0) for row in rows]
 
 
 def close_enough(policy, rows: list[Rollout], logp: Tensor) -> None:
     """Raises where log-probabilities (b, T) of the rows are not those of the plain path."""
     chosen, policy.engine = policy.engine, "generate"
     with torch.no_grad():
-        expected = token_logps(policy, policy.hf, [TrainRow(row, 0.0) for row in rows], 1.0)[0]
+        expected, _ = token_logps(policy, policy.hf, as_train_rows(rows), 1.0)
     policy.engine = chosen
     gap = (expected - logp).abs().mean().item()
-    if not gap < (0.05 if next(policy.hf.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-3):
+    precision = next(policy.hf.parameters()).dtype
+    most = 0.05 if precision in (torch.bfloat16, torch.float16) else 1e-3
+    if not gap < most:
         raise NotImplementedError(f"log-probabilities differ by {gap:.2g}")
 
 
@@ -70,7 +100,7 @@ def choose_flex(policy, rows: list[Rollout], log) -> bool:
     """Whether FlexAttention works here, forward and backward, on a few rows."""
     policy.flex = True
     try:
-        logp = token_logps(policy, policy.hf, [TrainRow(row, 0.0) for row in rows], 1.0)[0]
+        logp, _ = token_logps(policy, policy.hf, as_train_rows(rows), 1.0)
         if policy.device.type == "cuda":
             logp.sum().backward()
         close_enough(policy, rows, logp.detach())
@@ -91,18 +121,15 @@ def measure_budget(policy, log, fallback: int = 16_384) -> int:
     runs out. Before any training: the gradients that it makes are thrown away. With --deterministic `fallback`: a
     measurement is not repeatable.
     """
-    args, best, rate, budget = policy.args, fallback if policy.args.deterministic else 2048, 0.0, 2048
-    length = max(1, min(args.max_new, policy.context // 2))
+    args = policy.args
+    best = fallback if args.deterministic else 2048
+    rate, budget = 0.0, 2048
     while not args.deterministic and budget <= 131_072:
-        prompts = [Prompt("") for _ in range(1 + budget // (length * (args.group + 1)))]
-        rows = [TrainRow(Rollout(p, [5] * 2 * length, *([1] * length for _ in range(4)), "", []), 0.0)
-                for p in prompts for _ in range(args.group)]
-        batch = micro_batches(rows, budget, policy.engine == "fast")[0]
+        batch = micro_batches(made_up_rows(policy, budget), budget, policy.engine == "fast")[0]
         try:
             for _ in range(2):  # the first may compile
                 begin = time.perf_counter()
-                token_logps(policy, policy.hf, batch, 1.0)[0].sum().backward()
-                float(next(p.grad for p in policy.model.parameters() if p.grad is not None).sum())  # waits for the GPU
+                forward_and_backward(policy, batch)
             now = budget / (time.perf_counter() - begin)
         except (RuntimeError, MemoryError):
             break
@@ -111,5 +138,26 @@ def measure_budget(policy, log, fallback: int = 16_384) -> int:
         if now < 1.05 * rate:
             break
         best, rate, budget = budget, now, 2 * budget
-    log(f"--micro-tokens {best}" + (f", measured: {rate:,.0f} tokens a second" if rate else ""))
+    measured = f", measured: {rate:,.0f} tokens a second" if rate else ""
+    log(f"--micro-tokens {best}{measured}")
     return best
+
+
+def made_up_rows(policy, budget: int) -> list[TrainRow]:
+    """Rows of the run's own shape, of at least `budget` tokens."""
+    length = max(1, min(policy.args.max_new, policy.context // 2))
+    group = policy.args.group
+    rows = []
+    for _ in range(1 + budget // (length * (group + 1))):
+        prompt = Prompt("")
+        for _ in range(group):
+            ones = [[1] * length for _ in range(4)]
+            rows.append(TrainRow(Rollout(prompt, [5] * 2 * length, *ones, "", []), 0.0))
+    return rows
+
+
+def forward_and_backward(policy, batch: list[TrainRow]) -> None:
+    logp, _ = token_logps(policy, policy.hf, batch, 1.0)
+    logp.sum().backward()
+    gradient = next(p.grad for p in policy.model.parameters() if p.grad is not None)
+    float(gradient.sum())  # waits for the GPU

@@ -205,7 +205,7 @@ class Server:
         """One turn of the rows: what the server samples goes into `draws`. The rows' requests run side by side."""
         if any(row.prompt.inject is not None for row in rows):
             raise UserError("--engine http cannot add an activation to the residual stream; use --engine auto")
-        room = draws.room.tolist()
+        room = draws.max_new.tolist()
         seeds = [int(u * 2**31) for u in draws.uniforms[:, 0].tolist()]
         jobs = [lambda i=i, row=row: self.sample(policy, row.ids, room[i], temperature, seeds[i])
                 for i, row in enumerate(rows) if room[i] > 0]

@@ -8,8 +8,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from data import Rollout
-from engine.attention import Packed, planned_forward
+from data import Prompt, Rollout
+from engine.attention import PackedLayout, layout_forward
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,27 +31,30 @@ class TrainRow:
 
 
 def micro_batches(rows: list[TrainRow], budget: int, packed: bool) -> list[list[TrainRow]]:
-    """Batches of at most `budget` tokens (one row at least); packed, the rows of a prompt stay together.
-
-    A packed batch costs each prompt once and its completions; a padded one its rows times the longest of each.
-    """
+    """Batches of at most `budget` tokens (one row at least); packed, the rows of a prompt stay together."""
     if packed:
-        first = {id(row.rollout.prompt): i for i, row in reversed(list(enumerate(rows)))}
-        rows = sorted(rows, key=lambda row: first[id(row.rollout.prompt)])
+        first: dict[Prompt, int] = {}
+        for i, row in enumerate(rows):
+            first.setdefault(row.rollout.prompt, i)
+        rows = sorted(rows, key=lambda row: first[row.rollout.prompt])
     else:
         rows = sorted(rows, key=lambda row: -len(row.rollout.ids))
     out: list[list[TrainRow]] = []
     for row in rows:
-        batch = [r.rollout for r in (*(out[-1] if out else ()), row)]
-        prompts = {id(r.prompt): r.prompt_length for r in batch}
-        written = [len(r.mask) for r in batch]
-        cost = (sum(prompts.values()) + sum(written) if packed
-                else len(batch) * (max(prompts.values()) + max(written)))
-        if out and cost <= budget:
+        if out and batch_tokens([*out[-1], row], packed) <= budget:
             out[-1].append(row)
         else:
             out.append([row])
     return out
+
+
+def batch_tokens(rows: list[TrainRow], packed: bool) -> int:
+    """What a batch costs: packed, each prompt once and its completions; padded, its rows times the longest of each."""
+    prompts = {row.rollout.prompt: row.rollout.prompt_length for row in rows}
+    written = [len(row.rollout.mask) for row in rows]
+    if packed:
+        return sum(prompts.values()) + sum(written)
+    return len(rows) * (max(prompts.values()) + max(written))
 
 
 def token_logps(policy, hf, rows: list[TrainRow], temperature: float, entropy: bool = False
@@ -61,17 +64,25 @@ def token_logps(policy, hf, rows: list[TrainRow], temperature: float, entropy: b
     Where the mask is 0 (observations, padding) both are 0.
     """
     rollouts = [row.rollout for row in rows]
-    mask = pad([r.mask for r in rollouts], 0, torch.bool, policy.device)
-    targets = pad([r.ids[r.prompt_length :] for r in rollouts], 0, torch.long, policy.device)[mask]
+    mask = pad([rollout.mask for rollout in rollouts], 0, torch.bool, policy.device)
+    written = [rollout.ids[rollout.prompt_length :] for rollout in rollouts]
+    targets = pad(written, 0, torch.long, policy.device)[mask]
     if policy.engine == "fast":
-        plan = Packed(rollouts, policy.device, policy.flex)
-        policy.task.on_forward(plan.prompts)
-        hidden = planned_forward(hf, plan.ids, plan.position, plan).index_select(0, plan.predictors)
+        layout = PackedLayout(rollouts, policy.device, policy.flex)
+        policy.task.on_forward(layout.prompts)
+        hidden = layout_forward(hf, layout.ids, layout.position, layout)
+        hidden = hidden.index_select(0, layout.predictors)
         logp, h = chunked_logps(hf.get_output_embeddings(), hidden, targets, temperature, entropy)
     else:
-        logp, h = chunked_logps(lambda x: x, padded_logits(policy, hf, rollouts)[mask], targets, temperature, entropy)
-    return tuple(torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_scatter(mask, x)
-                 if x is not None else None for x in (logp, h))
+        logits = padded_logits(policy, hf, rollouts)[mask]
+        logp, h = chunked_logps(lambda chunk: chunk, logits, targets, temperature, entropy)
+    return scattered(logp, mask), None if h is None else scattered(h, mask)
+
+
+def scattered(values: Tensor, mask: Tensor) -> Tensor:
+    """Values (n,) at the places of a mask (b, T), 0 elsewhere."""
+    zeros = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
+    return zeros.masked_scatter(mask, values)
 
 
 def padded_logits(policy, hf, rollouts: list[Rollout]) -> Tensor:
@@ -79,15 +90,22 @@ def padded_logits(policy, hf, rollouts: list[Rollout]) -> Tensor:
 
     Prompts are padded on the left and completions on the right, so that all completions start in one column.
     """
-    left, width = max(r.prompt_length for r in rollouts), max(len(r.mask) for r in rollouts)
+    left = max(rollout.prompt_length for rollout in rollouts)
+    width = max(len(rollout.mask) for rollout in rollouts)
     filler = policy.tokenizer.pad_token_id or 0
-    ids = pad([[filler] * (left - r.prompt_length) + r.ids for r in rollouts], filler, torch.long, policy.device)
-    real = [[0] * (left - r.prompt_length) + [1] * len(r.ids) for r in rollouts]
-    keywords = {"input_ids": ids, "attention_mask": pad(real, 0, torch.long, policy.device)}
+    ids: list[list[int]] = []
+    real: list[list[int]] = []
+    for rollout in rollouts:
+        missing = left - rollout.prompt_length
+        ids.append([filler] * missing + rollout.ids)
+        real.append([0] * missing + [1] * len(rollout.ids))
+    attention_mask = pad(real, 0, torch.long, policy.device)
+    keywords = {"input_ids": pad(ids, filler, torch.long, policy.device), "attention_mask": attention_mask}
     if policy.takes_positions:
-        keywords["position_ids"] = (keywords["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    policy.task.on_forward([r.prompt for r in rollouts])
-    return hf(**keywords, use_cache=False, logits_to_keep=width + 1).logits[:, -width - 1 : -1]
+        keywords["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    policy.task.on_forward([rollout.prompt for rollout in rollouts])
+    out = hf(**keywords, use_cache=False, logits_to_keep=width + 1)
+    return out.logits[:, -width - 1 : -1]
 
 
 def chunked_logps(head, x: Tensor, targets: Tensor, temperature: float, entropy: bool, chunk: int = 256
@@ -96,24 +114,32 @@ def chunked_logps(head, x: Tensor, targets: Tensor, temperature: float, entropy:
 
     Each chunk is recomputed in the backward pass, so logits of more than one chunk are never kept.
     """
-    def part(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def logps_of(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         logits = head(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         z = logits.logsumexp(-1)
-        p = logits.softmax(-1) if entropy else logits
-        h = -(p * (logits - z[:, None]).masked_fill(p == 0, 0.0)).sum(-1) if entropy else z
-        return logits.gather(-1, y[:, None])[:, 0] - z, h
+        chosen = logits.gather(-1, y[:, None])
+        logp = chosen[:, 0] - z
+        if not entropy:
+            return (logp,)
+        p = logits.softmax(-1)
+        finite = (logits - z[:, None]).masked_fill(p == 0, 0.0)
+        return logp, -(p * finite).sum(-1)
 
-    parts = [torch.utils.checkpoint.checkpoint(part, a, b, use_reentrant=False)
-             for a, b in zip(x.split(chunk), targets.split(chunk), strict=True)]
-    logp, h = (torch.cat(values) for values in zip(*parts, strict=True))
-    return logp, h if entropy else None
+    parts = []
+    for some, at in zip(x.split(chunk), targets.split(chunk), strict=True):
+        parts.append(torch.utils.checkpoint.checkpoint(logps_of, some, at, use_reentrant=False))
+    logp, *more = (torch.cat(values) for values in zip(*parts, strict=True))
+    return logp, more[0] if more else None
 
 
 def pad(rows: list, fill, dtype, device) -> Tensor:
     """Rows of numbers, lengths up to T -> (b, T), filled on the right."""
     width = max(1, *(len(row) for row in rows))
-    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], dtype=dtype, device=device)
+    filled = []
+    for row in rows:
+        filled.append(list(row) + [fill] * (width - len(row)))
+    return torch.tensor(filled, dtype=dtype, device=device)
 
 
 @torch.no_grad()
@@ -122,4 +148,5 @@ def fill_logps(policy, hf, rows: list[TrainRow], field: str, temperature: float,
     for batch in micro_batches(rows, budget, policy.engine == "fast"):
         logp, _ = token_logps(policy, hf, batch, temperature)
         for row, values in zip(batch, logp, strict=True):
-            setattr(row, field, values[: len(row.rollout.mask)].clone())
+            written = len(row.rollout.mask)
+            setattr(row, field, values[:written].clone())

@@ -14,6 +14,7 @@ engine/attention.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 
 import numpy as np
@@ -23,7 +24,7 @@ import transformers
 from torch import Tensor
 
 from data import Prompt, Rollout, TrainingFailed, UserError
-from engine.attention import Cache, gather
+from engine.attention import Cache, select_rows
 
 
 # ------------------------------------------------------------------------------------------------ the sampler
@@ -36,77 +37,105 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int, top_p
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)
     logp = logits - logits.logsumexp(-1, keepdim=True)
     p = logp.exp()
-    kept = p if temperature == 0 else keep_top(p, top_k, top_p)
-    filtered = torch.zeros_like(p[:, 0]) if kept is p else 1 - kept.sum(-1)
+    kept = p
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
-    else:  # the cumulative sum in float64: in float32 the tail of a large vocabulary is lost
-        cdf = kept.double().cumsum(-1)
-        total = cdf[:, -1:]  # the product may round up to it: just below, the last token with a probability is drawn
-        target = torch.minimum(uniforms[:, None].to(cdf) * total, torch.nextafter(total, torch.zeros_like(total)))
-        token = torch.searchsorted(cdf, target, right=True).clamp(max=p.shape[-1] - 1)  # NaN: reported by the caller
-    entropy = -(p * logp.masked_fill(p == 0, 0.0)).sum(-1)  # a logit of -inf adds nothing
-    return token[:, 0], logp.gather(-1, token)[:, 0], entropy, filtered
+    else:
+        kept = keep_top(p, top_k, top_p)
+        token = inverse_cdf(kept, uniforms)
+    filtered = torch.zeros_like(p[:, 0]) if kept is p else 1 - kept.sum(-1)
+    finite = logp.masked_fill(p == 0, 0.0)  # a logit of -inf adds nothing
+    entropy = -(p * finite).sum(-1)
+    chosen = logp.gather(-1, token)
+    return token[:, 0], chosen[:, 0], entropy, filtered
+
+
+def inverse_cdf(p: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens (b, 1) from probabilities (b, V), which need not add up to 1, and uniforms (b,) in [0, 1)."""
+    cdf = p.double().cumsum(-1)  # in float32 the tail of a large vocabulary is lost
+    total = cdf[:, -1:]
+    target = uniforms[:, None].to(cdf) * total
+    below = torch.nextafter(total, torch.zeros_like(total))  # the product may round up to the total, past every token
+    token = torch.searchsorted(cdf, torch.minimum(target, below), right=True)
+    return token.clamp(max=p.shape[-1] - 1)  # NaN: reported by the caller
 
 
 def keep_top(p: Tensor, top_k: int, top_p: float) -> Tensor:
     """Probabilities (b, V) with those outside the `top_k` largest, then outside the nucleus, set to 0."""
     if top_k and top_k < p.shape[-1]:
-        p = p.masked_fill(p < p.topk(top_k, -1).values[:, -1:], 0.0)
+        smallest = p.topk(top_k, -1).values[:, -1:]
+        p = p.masked_fill(p < smallest, 0.0)
     if top_p < 1:
         ordered, index = p.sort(-1, descending=True)
         before = ordered.cumsum(-1) - ordered  # mass above a token: the first token always stays
         drop = before >= top_p * ordered.sum(-1, keepdim=True)
-        p = p.masked_fill(drop.scatter(-1, index, drop), 0.0)
+        drop = drop.scatter(-1, index, drop)
+        p = p.masked_fill(drop, 0.0)
     return p
 
 
-class Draws:
-    """What is sampled in one turn, (B, T) each, and which rows go on. A row that ended draws on, for nothing."""
+class TurnBuffer:
+    """What is sampled in one turn, (B, T) each, and which rows are active. A row that ended samples on, for nothing."""
 
-    def __init__(self, rows: list[Rollout], room: list[int], uniforms: Tensor, policy, temperature: float):
-        args, shape, device = policy.args, (len(rows), max(room)), policy.device
+    def __init__(self, rows: list[Rollout], max_new: list[int], uniforms: Tensor, policy, temperature: float):
+        args, device = policy.args, policy.device
+        shape = len(rows), max(max_new)
         self.settings = (temperature, args.top_k, args.top_p)
-        self.uniforms, self.room = uniforms.to(device), torch.tensor(room, device=device)
+        self.uniforms = uniforms.to(device)
+        self.max_new = torch.tensor(max_new, device=device)
         self.stop = torch.tensor(policy.stop_ids, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
-        self.logp, self.entropy, self.filtered = (torch.zeros(shape, device=device) for _ in range(3))
+        self.logp = torch.zeros(shape, device=device)
+        self.entropy = torch.zeros(shape, device=device)
+        self.filtered = torch.zeros(shape, device=device)
         self.length = torch.zeros(len(rows), dtype=torch.long, device=device)
         self.ended = torch.zeros(len(rows), dtype=torch.bool, device=device)  # by a stop id
-        self.going = self.room > 0
+        self.active = self.max_new > 0
 
-    def add(self, logits: Tensor, index: Tensor, t: int) -> Tensor:
+    def sample(self, logits: Tensor, index: Tensor, t: int) -> Tensor:
         """Draw token `t` of the turn for the rows `index` (b,) from logits (b, V); nothing here waits for the GPU."""
-        token, *values = draw(logits, self.uniforms[index, t], *self.settings)
+        token, logp, entropy, filtered = draw(logits, self.uniforms[index, t], *self.settings)
         self.tokens[index, t] = token
-        for kept, new in zip((self.logp, self.entropy, self.filtered), values, strict=True):
-            kept[index, t] = new.to(kept.dtype)
-        going, stopped = self.going[index], torch.isin(token, self.stop)
-        self.length[index] += going
-        self.ended[index] |= going & stopped
-        self.going[index] = going & ~stopped & (t + 1 < self.room[index])
+        self.logp[index, t] = logp.to(self.logp.dtype)
+        self.entropy[index, t] = entropy.to(self.entropy.dtype)
+        self.filtered[index, t] = filtered.to(self.filtered.dtype)
+        active = self.active[index]
+        stopped = torch.isin(token, self.stop)
+        has_room = t + 1 < self.max_new[index]
+        self.length[index] += active
+        self.ended[index] |= active & stopped
+        self.active[index] = active & ~stopped & has_room
         return token
 
-    def write(self, rows: list[Rollout], policy) -> float:
+    def append_to(self, rows: list[Rollout], policy) -> float:
         """Append what was sampled to the rollouts; returns the mean filtered mass."""
-        columns = (x.tolist() for x in (self.tokens, self.logp, self.entropy, self.filtered, self.ended, self.length))
-        masses = []
-        for row, tokens, logp, entropy, filtered, ended, n in zip(rows, *columns, strict=True):
-            if not np.isfinite(logp[:n]).all():
+        lengths, ended = self.length.tolist(), self.ended.tolist()
+        tokens, logps = self.tokens.tolist(), self.logp.tolist()
+        entropies, filtered = self.entropy.tolist(), self.filtered.tolist()
+        masses: list[float] = []
+        for i, row in enumerate(rows):
+            n = lengths[i]
+            ids, logp = tokens[i][:n], logps[i][:n]
+            if not np.isfinite(logp).all():
                 raise TrainingFailed("the policy's probabilities are not finite (NaN or Inf): the weights are broken")
-            row.stop = "stop" if ended else "length" if n == policy.args.max_new else "context"
-            extend(row, tokens[:n], 1, logp[:n], entropy[:n], policy.version)
-            masses += filtered[:n]
-            text = policy.tokenizer.decode(tokens[:n], skip_special_tokens=True)
+            row.stop = "length" if n == policy.args.max_new else "context"
+            if ended[i]:
+                row.stop = "stop"
+            extend(row, ids, 1, logp, entropies[i][:n], policy.version)
+            masses += filtered[i][:n]
+            text = policy.tokenizer.decode(ids, skip_special_tokens=True)
             row.turns.append({"role": "assistant", "content": text})
         return float(np.mean(masses)) if masses else 0.0
 
 
 def extend(row: Rollout, ids: list[int], mask: int, logp: list[float], entropy: list[float], version: int) -> None:
     """Append tokens with one mask and version to a rollout."""
+    n = len(ids)
     row.ids += ids
-    row.mask += [mask] * len(ids)
-    row.logp, row.entropy, row.version = row.logp + logp, row.entropy + entropy, row.version + [version] * len(ids)
+    row.mask += [mask] * n
+    row.logp = row.logp + logp
+    row.entropy = row.entropy + entropy
+    row.version = row.version + [version] * n
 
 
 # ------------------------------------------------------------------------------------------------ rollout
@@ -116,136 +145,195 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
 
     The draws of a row depend on its place and turn alone, not on the rows that share its batch.
     """
-    args, rows = policy.args, []
+    args = policy.args
+    rows: list[Rollout] = []
     for prompt in prompts:
         ids = policy.encode(prompt)
         if len(ids) >= policy.context:
             raise UserError(f"a prompt of {len(ids)} tokens leaves no room in the context of {policy.context}; raise "
                             "--context, or let the task's keep() drop it")
-        rows += [Rollout(prompt, list(ids), [], [], [], [], "", []) for _ in range(n)]
+        for _ in range(n):
+            rows.append(Rollout(prompt, list(ids), [], [], [], [], "", []))
     longest = max((len(row.ids) for row in rows), default=0) + args.max_new * policy.task.turns()
     size = max(1, policy.rollout_tokens // min(policy.context, longest))
     policy.model.eval()
     if policy.server:
         policy.server.sync(policy)
     merge = policy.engine == "fast" and not policy.server
+    masses: list[float] = []
     with policy.adapter.merged_in() if merge else contextlib.nullcontext():
-        masses = [mass for i in range(0, len(rows), size)
-                  for mass in converse(policy, rows[i : i + size], range(i, i + size), temperature, seed)]
+        for i in range(0, len(rows), size):
+            places = range(i, i + size)
+            masses += converse(policy, rows[i : i + size], places, temperature, seed)
     policy.filtered_mass = float(np.mean(masses)) if masses else 0.0
     return [rows[i : i + n] for i in range(0, len(rows), n)]
 
 
 def converse(policy, rows: list[Rollout], places: range, temperature: float, seed: int) -> list[float]:
     """All turns of one batch of rows, which grow; returns each turn's filtered mass."""
-    args, held, masses, active = policy.args, {}, [], list(range(len(rows)))
-    for turn in range(policy.task.turns()):
+    args, turns = policy.args, policy.task.turns()
+    masses: list[float] = []
+    kv_rows: dict[Rollout, KVRow] = {}
+    active = list(range(len(rows)))
+    for turn in range(turns):
         generator = torch.Generator().manual_seed(seed + turn)
-        uniforms = torch.rand(places.stop, args.max_new, generator=generator, dtype=torch.float64)[places.start :]
+        uniforms = torch.rand(places.stop, args.max_new, generator=generator, dtype=torch.float64)
+        uniforms = uniforms[places.start :]
         batch = [rows[i] for i in active]
-        room = [min(args.max_new, policy.context - len(row.ids)) for row in batch]
-        draws = Draws(batch, room, uniforms[active], policy, temperature)
+        max_new = [min(args.max_new, policy.context - len(row.ids)) for row in batch]
+        buffer = TurnBuffer(batch, max_new, uniforms[active], policy, temperature)
         if policy.server:
-            policy.server.fill(policy, batch, draws, temperature)
+            policy.server.fill(policy, batch, buffer, temperature)
+        elif policy.engine == "fast":
+            kv_rows = decode(policy, batch, buffer, kv_rows)
         else:
-            (decode if policy.engine == "fast" else generate)(policy, batch, draws, held)
-        masses.append(draws.write(batch, policy))
-        active = [i for i in active if takes_turn(policy, rows[i], turn + 1 < policy.task.turns())]
-        held = {id(rows[i]): held[id(rows[i])] for i in active if id(rows[i]) in held}  # the others' memory goes
+            generate(policy, batch, buffer)
+        masses.append(buffer.append_to(batch, policy))
+        more = turn + 1 < turns
+        active = [i for i in active if takes_turn(policy, rows[i], more)]
+        going_on = {rows[i] for i in active}
+        kv_rows = {row: kv for row, kv in kv_rows.items() if row in going_on}  # the others' memory goes
         if not active:
             break
     return masses
 
 
-def decode(policy, rows: list[Rollout], draws: Draws, held: dict[int, tuple]) -> None:
-    """The fast path: prefill what differs once, copy it to the rows that share it, then a token a row and step.
+# ------------------------------------------------------------------------------------------------ the fast path
+@dataclasses.dataclass(frozen=True)
+class KVRow:
+    """What an earlier turn left of a rollout: a row of a KV cache, and how many of its tokens stand there."""
 
-    `held` has, by id of a row, what an earlier turn left of it: (cache, place, tokens that stand there). Then only
-    what was added since is fed. It is renewed where another turn may follow.
-    """
+    cache: Cache
+    place: int
+    tokens: int
+
+
+def decode(policy, rows: list[Rollout], buffer: TurnBuffer, kv_rows: dict[Rollout, KVRow]) -> dict[Rollout, KVRow]:
+    """Prefill, then a token a row and step; rows that ended leave. Returns the rows of the cache where another turn may
+    follow, which then feeds only what was added since."""
     hf, graphs = policy.hf, policy.args.cuda_graphs
-    many = policy.task.turns() > 1
-    capacity = min(policy.context, max(len(row.ids) for row in rows) + draws.tokens.shape[1])
-    if held:
-        cache = gather([held[id(row)][:2] for row in rows], capacity)
-        starts = [held[id(row)][2] for row in rows]
-        cache.length = torch.tensor(starts, device=policy.device)
-        hidden = cache.feed(hf, [row.ids[start:] for row, start in zip(rows, starts, strict=True)])
+    several_turns = policy.task.turns() > 1
+    steps = buffer.tokens.shape[1]
+    capacity = min(policy.context, max(len(row.ids) for row in rows) + steps)
+    if kv_rows:
+        cache, hidden = prefill_more(policy, rows, kv_rows, capacity)
     else:
-        first: dict[tuple, int] = {}  # rows of one prompt are fed once
-        share = [first.setdefault((id(row.prompt), *row.ids), len(first)) for row in rows]
-        distinct = [rows[share.index(i)] for i in range(len(first))]
-        policy.task.on_forward([row.prompt for row in distinct])
-        cache = Cache(len(distinct), max(len(row.ids) for row in distinct), policy.device)
-        hidden = cache.feed(hf, [row.ids for row in distinct])[share]
-        cache = gather([(cache, i) for i in share], capacity)
-        policy.task.on_forward([])
+        cache, hidden = prefill(policy, rows, capacity)
     logits = hf.get_output_embeddings()(hidden)
-    index, ends = torch.arange(len(rows), device=policy.device), {}
-    every, spare = 16 if policy.device.type == "cuda" else 1, 0.5 if graphs else 1  # on a GPU looking is a wait
-    for t in range(draws.tokens.shape[1]):
-        token = draws.add(logits, index, t)
-        if (t + 1) % every == 0 or t + 1 == draws.tokens.shape[1]:
-            alive = draws.going[index].nonzero()[:, 0]
+    index = torch.arange(len(rows), device=policy.device)  # the rows that the cache holds
+    left: dict[int, tuple[Cache, int]] = {}  # what the cache held of rows that ended
+    look_every = 16 if policy.device.type == "cuda" else 1  # on a GPU looking is a wait
+    most_left = 0.5 if graphs else 1
+    for t in range(steps):
+        token = buffer.sample(logits, index, t)
+        last = t + 1 == steps
+        if (t + 1) % look_every == 0 or last:
+            alive = buffer.active[index].nonzero()[:, 0]
             if not len(alive):
                 break
-            if len(alive) < len(index) and len(alive) <= spare * len(index):  # rows that ended leave
-                if many:
-                    ends |= keep_ended(cache, index, alive)
-                order = cache.keep(alive.tolist())
-                index, token = index[order], token[order]
+            if len(alive) < len(index) and len(alive) <= most_left * len(index):
+                if several_turns:
+                    left |= set_aside(cache, index, alive)
+                order = cache.keep_rows(alive.tolist())
+                index = index[order]
+                token = token[order]
         logits = cache.step(hf, token, graphs)
-    if many:
-        if len(index) < len(rows):  # what `keep` left is a view of the whole
-            cache = gather([(cache, i) for i in range(len(index))], cache.longest)
-        ends |= {row: (cache, i) for i, row in enumerate(index.tolist())}
-        cache.graphs = {}
-        length = draws.length.tolist()
-        held |= {id(row): (*ends[i], len(row.ids) + length[i] - 1) for i, row in enumerate(rows)}
+    return carry_over(cache, index, left, rows, buffer) if several_turns else {}
 
 
-def keep_ended(cache, index: Tensor, alive: Tensor) -> dict[int, tuple]:
+def prefill(policy, rows: list[Rollout], capacity: int) -> tuple[Cache, Tensor]:
+    """A cache of the rows' prompts, each fed once and copied to its rows; their last hidden states (B, D)."""
+    number_of: dict[tuple, int] = {}
+    distinct: list[Rollout] = []
+    share: list[int] = []
+    for row in rows:
+        key = (row.prompt, *row.ids)
+        if key not in number_of:
+            number_of[key] = len(distinct)
+            distinct.append(row)
+        share.append(number_of[key])
+    policy.task.on_forward([row.prompt for row in distinct])
+    cache = Cache(len(distinct), max(len(row.ids) for row in distinct), policy.device)
+    hidden = cache.feed(policy.hf, [row.ids for row in distinct])
+    policy.task.on_forward([])
+    return select_rows([(cache, i) for i in share], capacity), hidden[share]
+
+
+def prefill_more(policy, rows: list[Rollout], kv_rows: dict[Rollout, KVRow], capacity: int) -> tuple[Cache, Tensor]:
+    """A cache of what an earlier turn left of the rows, fed with what was added to them since."""
+    found = [kv_rows[row] for row in rows]
+    cache = select_rows([(kv.cache, kv.place) for kv in found], capacity)
+    cache.length = torch.tensor([kv.tokens for kv in found], device=policy.device)
+    added = [row.ids[kv.tokens :] for row, kv in zip(rows, found, strict=True)]
+    return cache, cache.feed(policy.hf, added)
+
+
+def set_aside(cache: Cache, index: Tensor, alive: Tensor) -> dict[int, tuple[Cache, int]]:
     """What a cache holds of the rows `index` that are not at the places `alive`, by row."""
-    gone = sorted(set(range(len(index))) - set(alive.tolist()))
-    apart = gather([(cache, i) for i in gone], cache.longest)
+    staying = set(alive.tolist())
+    gone = [place for place in range(len(index)) if place not in staying]
+    apart = select_rows([(cache, place) for place in gone], cache.longest)
     return {row: (apart, i) for i, row in enumerate(index[gone].tolist())}
 
 
-class OnlyChoice:
-    """The only logits processor of `generate`: draws the tokens of the rows `index` and leaves no other choice."""
+def carry_over(cache: Cache, index: Tensor, left: dict[int, tuple[Cache, int]], rows: list[Rollout],
+               buffer: TurnBuffer) -> dict[Rollout, KVRow]:
+    """Where each row stands for the next turn. The last token of a turn was sampled and never fed."""
+    if len(index) < len(rows):  # what `keep_rows` left is a view of the whole
+        cache = select_rows([(cache, place) for place in range(len(index))], cache.longest)
+    cache.graphs = {}
+    for place, row in enumerate(index.tolist()):
+        left[row] = cache, place
+    lengths = buffer.length.tolist()
+    kv_rows = {}
+    for i, row in enumerate(rows):
+        kv_rows[row] = KVRow(*left[i], len(row.ids) + lengths[i] - 1)
+    return kv_rows
 
-    def __init__(self, draws: Draws, index: Tensor):
-        self.draws, self.index, self.t = draws, index, 0
+
+# ------------------------------------------------------------------------------------------------ the plain path
+class OnlyChoice:
+    """The only logits processor of `generate`: samples for the rows `index` and leaves no other choice."""
+
+    def __init__(self, buffer: TurnBuffer, index: Tensor):
+        self.buffer, self.index, self.t = buffer, index, 0
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        token = self.draws.add(logits, self.index, self.t)
+        token = self.buffer.sample(logits, self.index, self.t)
         self.t += 1
-        return torch.full_like(logits, -torch.inf).scatter_(1, token[:, None], 0.0)
+        forced = torch.full_like(logits, -torch.inf)
+        return forced.scatter_(1, token[:, None], 0.0)
 
 
-def generate(policy, rows: list[Rollout], draws: Draws, held: dict) -> None:
-    """The plain path: `model.generate`, with the model's own generation config put aside; each turn from its start.
+def generate(policy, rows: list[Rollout], buffer: TurnBuffer) -> None:
+    """`model.generate`, with the model's own generation config put aside; each turn from its start.
 
     Rows of unequal room are apart: generate goes on to the largest, past what learned positions may have.
     """
-    hf, filler, before = policy.hf, policy.tokenizer.pad_token_id or 0, policy.hf.generation_config
+    hf, before = policy.hf, policy.hf.generation_config
+    filler = policy.tokenizer.pad_token_id or 0
     hf.generation_config = transformers.GenerationConfig(  # none of the model's own penalties or filters
         do_sample=False, use_cache=True, eos_token_id=policy.stop_ids or None, pad_token_id=filler)
     try:
-        for room in sorted(set(draws.room.tolist())):
-            index = (draws.room == room).nonzero()[:, 0]
+        for room in sorted(set(buffer.max_new.tolist())):
+            index = (buffer.max_new == room).nonzero()[:, 0]
             some = [rows[i] for i in index.tolist()]
-            left = max(len(row.ids) for row in some)
-            ids = [[filler] * (left - len(row.ids)) + row.ids for row in some]
-            mask = [[0] * (left - len(row.ids)) + [1] * len(row.ids) for row in some]
+            longest = max(len(row.ids) for row in some)
+            ids: list[list[int]] = []
+            mask: list[list[int]] = []
+            for row in some:
+                missing = longest - len(row.ids)
+                ids.append([filler] * missing + row.ids)
+                mask.append([0] * missing + [1] * len(row.ids))
             policy.task.on_forward([row.prompt for row in some])
             hf.generate(input_ids=torch.tensor(ids, device=policy.device), max_new_tokens=room,
                         attention_mask=torch.tensor(mask, device=policy.device),
-                        logits_processor=[OnlyChoice(draws, index)])
+                        logits_processor=[OnlyChoice(buffer, index)])
     finally:
         hf.generation_config = before
 
 
+# ------------------------------------------------------------------------------------------------ turns
 def takes_turn(policy, row: Rollout, may: bool) -> bool:
     """Whether another turn follows: the task replies and there is room. The reply is appended as observations.
 
@@ -278,10 +366,12 @@ def reply_ids(policy, row: Rollout, reply: list[dict]) -> list[int]:
     while any(mark in message["content"] for message in reply):  # a tool may repeat what the policy wrote
         mark += "x"
     head = list(row.prompt.messages) + row.turns[:-1] + [{"role": "assistant", "content": mark}]
-    suffix = policy.render(head + reply, row.prompt, True).rpartition(mark)[2]
+    rendered = policy.render(head + reply, row.prompt, True)
+    suffix = rendered.rpartition(mark)[2]
     for message in reply:
         said = message["content"].strip()
-        if said not in suffix and json.dumps(said, ensure_ascii=False)[1:-1] not in suffix:
+        as_json = json.dumps(said, ensure_ascii=False)[1:-1]
+        if said not in suffix and as_json not in suffix:
             raise UserError(f"the chat template of {policy.args.model} leaves out a message of role {message['role']}, "
                             "so the policy would never see it; give another with --chat-template FILE")
     new = policy.tokenizer.encode(suffix, add_special_tokens=False)

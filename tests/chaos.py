@@ -156,7 +156,7 @@ def watch(events: Events) -> None:
         before(train_grpo, name, after=True)
     before(models.policy, "rollout", after=True)
     before(harness.stop, "finish", after=True)
-    before(engine.rollout.Draws, "add")
+    before(engine.rollout.TurnBuffer, "sample")
     before(train_grpo, "micro_loss", after=True)
     before(models.optimizer.Optimizer, "step", after=True)
     real_open, real_text = Path.open, Path.write_text

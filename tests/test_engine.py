@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from conftest import WordTask, hand_rollout, make_args, make_policy, random_model, with_flags, word_tokenizer
-from engine.rollout.rollout import draw, keep_top
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from data import Prompt, Task, TrainingFailed, UserError
 from engine import attention
 from engine import choice as engine_choice
 from engine.logps import TrainRow, micro_batches, token_logps
+from engine.rollout import draw, keep_top
 
 PROMPTS = [Prompt("w5"), Prompt("w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14"), Prompt("w9 w9 w4")]
 CHAT = ("{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
@@ -562,16 +562,16 @@ def test_a_replayed_step_reads_and_writes_the_same_tensors_each_time(monkeypatch
     expected = [row.ids for row in sampled(make_policy("--max-new", "30"), 12)]
     captured = []
 
-    def capture(cache, hf, token):
+    def capture(cache, hf, token, seen):
         """What a CUDA graph does: the operations of one_each at the addresses of its first tensors."""
-        captured.append((len(token), cache.seen))
+        captured.append((len(token), seen))
         fed, length, out = token.clone(), cache.length, []
 
         class Graph:
             @staticmethod
             def replay():
                 assert cache.length is length
-                logits = cache.one_each(hf, fed)
+                logits = cache.one_each(hf, fed, seen)
                 out[0].copy_(logits) if out else out.append(logits.clone())
 
         before = length.clone()
@@ -599,7 +599,7 @@ def test_flex_attention_sees_what_the_gathered_blocks_see(window):
     shared = {tuple(row.rollout.ids[: row.rollout.prompt_length]): row.rollout.prompt for row in rows}
     for row in rows:
         row.rollout.prompt = shared[tuple(row.rollout.ids[: row.rollout.prompt_length])]
-    plans = [attention.Packed([row.rollout for row in rows], torch.device("cpu"), flex) for flex in (False, True)]
+    plans = [attention.PackedLayout([row.rollout for row in rows], torch.device("cpu"), flex) for flex in (False, True)]
     n = len(plans[0].ids)
     assert n == 3 + 1 + 17 + sum(length - 1 for _, length in LENGTHS) and plans[1].ids.equal(plans[0].ids)
     q, k, v = torch.randn(4, n, 16), torch.randn(2, n, 16), torch.randn(2, n, 16)
@@ -609,7 +609,7 @@ def test_flex_attention_sees_what_the_gathered_blocks_see(window):
 
 def test_a_block_holds_segments_of_similar_length_and_every_token_once():
     rows = [TrainRow(hand_rollout(prompt, [4] * n), 0.0) for prompt, n in LENGTHS]
-    plan = attention.Packed([row.rollout for row in rows], torch.device("cpu"), False)
+    plan = attention.PackedLayout([row.rollout for row in rows], torch.device("cpu"), False)
     assert sorted(plan.place.tolist()) == sorted(set(plan.place.tolist())) and len(plan.place) == len(plan.ids)
     padded = sum(q.numel() for q, _, _ in plan.blocks)
     assert padded <= len(plan.ids) / 0.6
@@ -668,7 +668,7 @@ def test_rows_that_stay_in_a_cache_keep_what_it_held_of_them(stays, longest):
     cache.length, cache.longest = torch.randint(1, longest + 1, (len(stays),)), longest
     alive = [i for i, stay in enumerate(stays) if stay]
     before, length = copy.deepcopy(cache.layers), cache.length.clone()
-    order = cache.keep(alive)
+    order = cache.keep_rows(alive)
     assert sorted(order) == alive and cache.length.tolist() == length[order].tolist()
     assert cache.longest == max(cache.length)
     for layer, pair in cache.layers.items():

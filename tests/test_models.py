@@ -409,7 +409,7 @@ def test_what_this_machine_lacks_is_one_sentence(base, flags, words):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_attention_implementation_does_not_change_the_logps(base, attention):
     policy = load(base, "--attn", attention)
-    assert policy.hf.config._attn_implementation.removeprefix("planned_") == attention
+    assert policy.hf.config._attn_implementation.removeprefix("layout_") == attention
     assert_logps(logps(policy), logps(load(base)), 1e-5)
 
 
