@@ -16,10 +16,13 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 # Of other programs: vLLM's and SGLang's servers, and pip.
 FOREIGN = {"--enable-lora", "--max-lora-rank", "--logprobs-mode", "--model-path", "--lora-target-modules", "--no-deps"}
 COMMANDS = [  # those that read their own flags
-    "eval.py", "plot_run.py", "tasks/nla/prepare.py", "tasks/nla/warm.py", "tasks/nla/activations.py",
-    "tasks/physics/warm.py", "tasks/physics/task.py", "tests/chaos.py", *sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "bench").glob("*.py")),
-]  # fmt: skip
+    "eval.py",
+    "plot_run.py",
+    *("tasks/nla/" + name for name in ("prepare.py", "warm.py", "activations.py")),
+    *("tasks/physics/" + name for name in ("warm.py", "task.py")),
+    "tests/chaos.py",
+    *(f"tests/bench/{path.name}" for path in sorted((ROOT / "tests" / "bench").glob("*.py"))),
+]
 
 
 def flag_names() -> set[str]:
@@ -68,7 +71,9 @@ def test_files_of_the_tree_exist():
     tree = re.search(r"^## The house\n\n```\n(.*?)```", text, re.DOTALL | re.MULTILINE)
     assert tree
     names = [line.split()[0] for line in tree[1].splitlines()]
-    assert len(names) >= 12
+    tasks = re.search(r"^tasks/ +(.*)$", tree[1], re.MULTILINE)
+    names += [f"tasks/{name}" for name in re.findall(r"\w+(?:/|\.py)", tasks[1])]
+    assert len(names) >= 18
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
