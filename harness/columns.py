@@ -161,7 +161,7 @@ def section(title: str, columns: Mapping[str, str]) -> str:
     """One heading and its Markdown table."""
     lines = [f"## {title}", "", "| column | meaning |", "|---|---|"]
     for name, meaning in columns.items():
-        cell = meaning.replace("|", "\\|")
+        cell = meaning.replace("|", "\\|").replace("<", "&lt;")
         lines.append(f"| `{name}` | {cell} |")
     return "\n".join(lines) + "\n"
 
