@@ -5,7 +5,9 @@ What a task adds stands in its class (`Task.columns`), and the parts of the rewa
 
 from __future__ import annotations
 
-from data import Task
+from collections.abc import Mapping, Sequence
+
+from data import TASKS, Task, load_task
 
 COLUMNS = {  # of every run
     "step": "step, from 1",
@@ -101,3 +103,68 @@ def metric_columns(args, task: Task) -> list[str]:
     names += task.columns
     evaluated = [*EVAL_COLUMNS, *(f"part_{name}" for name in task.parts), *task.eval_columns]
     return names + [f"eval_{name}" for name in evaluated]
+
+
+# ------------------------------------------------------------------------------------------------ docs/metrics.md
+HEAD = """# Metrics: the columns of metrics.csv
+
+Generated: `python -m harness.columns > docs/metrics.md`.
+A run has the columns of every run, those of the flags that are on, those of its task, and `eval_…` for its evaluations.
+They are fixed before the first row; a blank cell means that the step has no such number.
+`metrics.jsonl` holds the same, with null for a blank.
+"""
+
+
+def table() -> str:
+    """Glossary of every column, as Markdown: a table for every run, for each flag that adds some, and for each task."""
+    parts = {"part_…": "mean of each part of the reward, after `reward_std_group`; the parts add up to the reward"}
+    common = {}
+    for name, meaning in COLUMNS.items():
+        if name == "accuracy":
+            common |= parts
+        common[name] = meaning
+    blocks = [
+        HEAD,
+        section("Every run", common),
+        section("`--async-workers` (groups are counted since the run began)", ASYNCHRONOUS),
+        section("`--bc-coef`", CLONING),
+        section("`--beta-control`", BETA_CONTROL),
+        section("Every evaluation", {f"eval_{name}": meaning for name, meaning in EVAL_COLUMNS.items()}),
+    ]
+    for name in sorted(TASKS):
+        columns = task_columns(load_task(name))
+        if columns:
+            blocks.append(section(f"Task `{name}`", columns))
+    return "\n".join(blocks)
+
+
+def task_columns(task: type[Task]) -> dict[str, str]:
+    """A task's columns with their meanings, then those that only its evaluations have."""
+    columns = meanings(task.columns)
+    evaluated = meanings(task.eval_columns)
+    found = {}
+    for name, meaning in columns.items():
+        shown = f"{name}`, `eval_{name}" if name in evaluated else name
+        found[shown] = meaning
+    for name, meaning in evaluated.items():
+        if name not in columns:
+            found[f"eval_{name}"] = meaning
+    return found
+
+
+def meanings(columns: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    """Columns with their meanings, which are empty where a task gives names alone."""
+    return dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "")
+
+
+def section(title: str, columns: Mapping[str, str]) -> str:
+    """One heading and its Markdown table."""
+    lines = [f"## {title}", "", "| column | meaning |", "|---|---|"]
+    for name, meaning in columns.items():
+        cell = meaning.replace("|", "\\|").replace("<", "&lt;")
+        lines.append(f"| `{name}` | {cell} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
