@@ -130,7 +130,8 @@ def measure_budget(policy, log, fallback: int = 16_384) -> int:
             for _ in range(2):  # the first may compile
                 begin = time.perf_counter()
                 forward_and_backward(policy, batch)
-            now = budget / (time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            now = budget / seconds
         except (RuntimeError, MemoryError):
             break
         finally:
