@@ -48,14 +48,15 @@ def make_policy(hidden: int, layers: int, heads: int, vocab: int, dtype, device,
         vocab_size=vocab, hidden_size=hidden, intermediate_size=int(hidden * 5.5), num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=8192, initializer_range=0.05,
         tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None)
-    args = harness.flags.resolve_args(train_grpo.Args, ["--overlong", "keep", "--lora-alpha", "16", "--beta", "0.04", *flags])[0]
+    common = ["--overlong", "keep", "--lora-alpha", "16", "--beta", "0.04"]
+    args = harness.flags.resolve_args(train_grpo.Args, [*common, *flags])[0]
     hf = transformers.AutoModelForCausalLM.from_config(config).to(device=device, dtype=dtype).eval()
     model = models.adapters.add_lora(hf, args, "random", None)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
     policy = models.policy.Policy(args, Task(args), model, hf, word_tokenizer(vocab), torch.device(device), "off")
-    policy.engine = engine_choice.choose_engine(policy, engine, print)
+    policy.engine = engine_choice.choose_engine(policy, print)
     return policy
 
 
@@ -124,7 +125,7 @@ def measure(size: str, way: str, a) -> dict | None:
     dtype = torch.bfloat16 if a.device == "cuda" else torch.float32
     policy = make_policy(hidden, layers, heads, a.vocab, dtype, a.device, flags)
     args = policy.args
-    budget = engine_choice.measure_budget(policy, engine, print) if a.device == "cuda" else 1536
+    budget = engine_choice.measure_budget(policy, print) if a.device == "cuda" else 1536
     optimizer = models.optimizer.Optimizer(policy.model, args)
     if a.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -141,7 +142,7 @@ def measure(size: str, way: str, a) -> dict | None:
         times["reference"].append(seconds_of(
             lambda r=rows: train_grpo.fill_ref_and_old_logps(policy, [r], args, 1.0, budget), a.device))
         times["update"].append(seconds_of(
-            lambda r=rows: train_grpo.gradients(policy, optimizer, r, args, 1.0, budget), a.device))
+            lambda r=rows: train_grpo.gradients(policy, optimizer, r, args, args.beta, 1.0, budget), a.device))
         optimizer.step(1e-6)
         optimizer.zero()
     best = {name: min(values[1:]) for name, values in times.items()}

@@ -47,27 +47,30 @@ def our_policy(a, w):
     import torch
     import transformers
 
-    import engine
     import train_grpo
     from data import Task
-    from engine import choice as engine_choice
+    from engine.choice import choose_engine
+    from harness.flags import resolve_args
+    from models.adapters import add_lora
+    from models.optimizer import Optimizer
+    from models.policy import Policy
 
     flags = ["--adapter", "lora" if a.lora else "none", "--beta", str(a.beta), "--group", str(a.group), "--max-new",
              str(a.max_new), "--prompts", str(a.prompts_per_step), "--loss", a.loss, "--lr", str(a.lr), "--overlong",
              "keep", "--lora-r", str(a.lora or 1), "--lora-alpha", str(2 * (a.lora or 1)), "--warmup-steps", "0",
              "--lora-targets", *w.lora_targets]
-    args = harness.flags.resolve_args(train_grpo.Args, flags)[0]
+    args = resolve_args(train_grpo.Args, flags)[0]
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(w.model_dir)
     hf = transformers.AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32).eval()
     model, reference = hf, None
     if a.lora:
-        model, reference = models.adapters.add_lora(hf, args, w.model_dir, None), "off"
+        model, reference = add_lora(hf, args, w.model_dir, None), "off"
     elif a.beta:
         reference = transformers.AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32)
         reference.requires_grad_(False)
-    policy = models.policy.Policy(args, Task(args), model, hf, tokenizer, hf.device, reference)
-    policy.engine = engine_choice.choose_engine(policy, engine, print)
-    return policy, models.optimizer.Optimizer(model, args)
+    policy = Policy(args, Task(args), model, hf, tokenizer, hf.device, reference)
+    policy.engine = choose_engine(policy, print)
+    return policy, Optimizer(model, args)
 
 
 class Ours:
@@ -78,10 +81,10 @@ class Ours:
 
         self.t, self.w, self.a = train_grpo, w, a
         self.policy, self.optimizer = our_policy(a, w)
-        self.state = {"micro_tokens": 1536, "bad_in_a_row": 0}
+        self.state = train_grpo.State(train_grpo.BetaControl(a.beta), {}, micro_tokens=1536)
         self.records: list[dict] = []
         self.stages = {}
-        for name in ("anchor", "gradients"):
+        for name in ("fill_ref_and_old_logps", "gradients"):
             setattr(train_grpo, name, self.timed(name, getattr(train_grpo, name)))
 
     def timed(self, name, function):
@@ -144,7 +147,7 @@ def paired(peer, a) -> dict:
     names = {"rollout": ["generate"], "update": ["forward", "loss_math", "backward"], "reference": ["ref_logps"]}
     theirs = [{k: sum(r["stages"].get(s, 0.0) for s in stages) for k, stages in names.items()} | {"whole": r["s"]}
               for r in records][a.warmup:]
-    own = [{"rollout": r["rollout"], "update": r.get("gradients", 0.0), "reference": r.get("anchor", 0.0),
+    own = [{"rollout": r["rollout"], "update": r.get("gradients", 0.0), "reference": r.get("fill_ref_and_old_logps", 0.0),
             "whole": r["whole"]} for r in ours.records][a.warmup:]
     out = {"prompt": a.prompt_len, "group": a.group, "max_new": a.max_new, "vocab": a.vocab, "lora": a.lora,
            "beta": a.beta, "constant": a.zero_frac, "engine": ours.policy.engine}

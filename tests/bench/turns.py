@@ -93,7 +93,7 @@ def lockstep(policy: models.policy.Policy, rows: list[Rollout]) -> None:
 def anew(policy: models.policy.Policy, rows: list[Rollout]) -> None:
     """As `lockstep`, but no turn finds the cache of the one before."""
     decode = engine.rollout.decode
-    engine.rollout.decode = lambda policy, rows, draws, held: decode(policy, rows, draws, {})
+    engine.rollout.decode = lambda policy, rows, buffer, kv_rows: decode(policy, rows, buffer, {})
     try:
         lockstep(policy, rows)
     finally:
