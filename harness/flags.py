@@ -352,3 +352,42 @@ def dry_run_args(args, folder: str):
     """One tiny step in a temporary folder."""
     return dataclasses.replace(args, out=folder, name="dry", steps=1, prompts=min(2, args.prompts), minibatches=1,
                                max_new=min(8, args.max_new), overlong="keep", eval_size=2, eval_k=0)
+
+
+# ---- other commands than train_grpo.py
+def command_parser(cls: type, prog: str, description: str = "") -> argparse.ArgumentParser:
+    """The parser of a command whose flags are the fields of the frozen dataclass `cls`, each with its comment as help.
+
+    A field without default is required, a bool is a switch, a tuple takes any number of values.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    types = field_types(cls)
+    notes = comments(cls)
+    for field in dataclasses.fields(cls):
+        kind = types[field.name]
+        required = field.default is dataclasses.MISSING
+        note = notes[field.name]
+        if not required and kind is not bool and field.default not in ("", ()):
+            note += f" [{field.default}]"
+        keywords: dict[str, Any] = {"dest": field.name, "help": note.replace("%", "%%")}
+        if required:
+            keywords["required"] = True
+        else:
+            keywords["default"] = field.default
+        if kind is bool:
+            keywords["action"] = "store_true"
+        elif typing.get_origin(kind) is Literal:
+            keywords["choices"] = typing.get_args(kind)
+        elif typing.get_origin(kind) is tuple:
+            keywords["nargs"] = "*"
+        else:
+            keywords["type"] = kind
+        parser.add_argument(flag_of(field.name), **keywords)
+    return parser
+
+
+def command_flags(cls: type, argv: list[str], prog: str, description: str = "") -> Any:
+    """A command's flags as an instance of the frozen dataclass `cls`; a mistake ends the process as argparse does."""
+    found = vars(command_parser(cls, prog, description).parse_args(argv))
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})

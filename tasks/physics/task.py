@@ -28,6 +28,18 @@ SHOWN = 6  # held-out prompts whose trajectories go to eval.jsonl, and from ther
 
 
 # ---- the task
+@dataclasses.dataclass(frozen=True)
+class TrajectoryOptions:
+    """Which trajectories there are, and what a prompt shows of one; the supervised stage has these flags too."""
+
+    system_ids: tuple[str, ...] = ()  # systems to train on; empty: all but --heldout-systems
+    heldout_systems: tuple[str, ...] = ("driven_damped_spring", "newton_cooling")  # only in evaluation
+    instances_per_system: int = 32  # training instances (parameters, initial state, noise) of each system
+    noise: float = 0.01  # of the observation, as a share of each variable's standard deviation
+    table_rows: int = 12  # samples of the trajectory that a prompt shows
+    prompt_style: Literal["full", "brief"] = "full"  # brief: few tokens, for a tiny model
+
+
 class PhysicsTask(Task):
     """Equations of motion from trajectories.
 
@@ -35,13 +47,7 @@ class PhysicsTask(Task):
     """
 
     @dataclasses.dataclass(frozen=True)
-    class Options:
-        system_ids: tuple[str, ...] = ()  # systems to train on; empty: all but --heldout-systems
-        heldout_systems: tuple[str, ...] = ("driven_damped_spring", "newton_cooling")  # only in evaluation
-        instances_per_system: int = 32  # training instances (parameters, initial state, noise) of each system
-        noise: float = 0.01  # of the observation, as a share of each variable's standard deviation
-        table_rows: int = 12  # samples of the trajectory that a prompt shows
-        prompt_style: Literal["full", "brief"] = "full"  # brief: few tokens, for a tiny model
+    class Options(TrajectoryOptions):
         ablation: Ablation = "none"  # leave a component out; no_progress is another name of the full set
         refine_turns: int = 0  # further turns in which the model sees its R² and may improve its equation
         weight_match: float = 1.0  # weight of R²
