@@ -20,8 +20,10 @@ from data import BadRecords, UserError
 from models.tiny import tiny_tokenizer
 from tasks.nla import activations as nla_data
 from tasks.nla import prepare as nla_prepare
+from tasks.nla.__main__ import main as nla_command
 from tasks.nla.activations import Meta, load_rows, read_meta, read_rows
-from tasks.nla.documents import Document, documents, randomise_slots
+from tasks.nla.documents import KIND, Document, documents, randomise_slots
+from tasks.nla.injection import decoder_layers
 from tasks.nla.prepare import Recipe, prepare
 
 META = Meta("m", 1, 4, "@", 34, 32, 30, 2.0, "<text>{explanation}</text> state:")
@@ -255,8 +257,8 @@ def test_randomised_slots_change_every_content_word_and_nothing_else():
         assert other == randomise_slots(text, i)
         for old, new in zip(text.split(), other.split(), strict=True):
             word, swapped = old.strip(".,;:"), new.strip(".,;:")
-            kind = nla_data.KIND.get(word)
-            assert old == new if kind is None else swapped != word and nla_data.KIND[swapped] == kind
+            kind = KIND.get(word)
+            assert old == new if kind is None else swapped != word and KIND[swapped] == kind
     assert randomise_slots("Two lamps, two lamps", 3).lower().split(", ")[0] == randomise_slots(
         "Two lamps, two lamps", 3).lower().split(", ")[1]
     assert randomise_slots("Anna has lamps", 0, share=0.0) == "Anna has lamps"
@@ -273,7 +275,7 @@ def test_stored_vectors_are_the_layers_residual_whatever_the_batch(tokenizer, ki
     windows = [tokenizer.encode(d.text)[: 9 + i] for i, d in enumerate(documents(3, 0))]
     places = [[4, 8], [5], [0, 9]]
     seen = []
-    handle = nla_prepare.decoder_layers(model)[layer].register_forward_hook(
+    handle = decoder_layers(model)[layer].register_forward_hook(
         lambda module, inputs, output: seen.append(output[0] if isinstance(output, tuple) else output))
     for ids in windows:
         model(input_ids=torch.tensor([ids]))
@@ -351,8 +353,8 @@ def test_the_command_makes_a_file_from_a_text_and_from_records(made, tokenizer, 
     (tmp_path / "corpus.txt").write_text("\n\n\n".join(d.text.replace(". ", ".\n") for d in docs) + "\n")
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"body": d.text}) + "\n" for d in docs) + '{"body": 1}\n')
     shared = ["prepare", "--model", str(tmp_path / "model"), "--layer", "1"]
-    nla_prepare.main([*shared, "--text", str(tmp_path / "corpus.txt"), "--out", str(tmp_path / "a")])
-    nla_prepare.main([*shared, "--text", str(tmp_path / "corpus.jsonl"), "--text-field", "body", "--out",
+    nla_command([*shared, "--text", str(tmp_path / "corpus.txt"), "--out", str(tmp_path / "a")])
+    nla_command([*shared, "--text", str(tmp_path / "corpus.jsonl"), "--text-field", "body", "--out",
                       str(tmp_path / "b"), "--max-bad-records", "0.5"])
     assert "no text in 'body' 1 (first: line 7)" in capsys.readouterr().out
     for folder in ("a", "b"):
@@ -360,7 +362,7 @@ def test_the_command_makes_a_file_from_a_text_and_from_records(made, tokenizer, 
         assert len({row.doc_id for row in rows}) == 6
     for wrong in (["--layer", "9"], ["--text", "none.txt"], ["--positions", "0"], ["--model", "nowhere/at/all"]):
         with pytest.raises(SystemExit) as stop:
-            nla_prepare.main([*shared, "--text", str(tmp_path / "corpus.txt"), "--out", str(tmp_path / "c"), *wrong])
+            nla_command([*shared, "--text", str(tmp_path / "corpus.txt"), "--out", str(tmp_path / "c"), *wrong])
         said = capsys.readouterr()
         assert stop.value.code == 2 and said.err.startswith("error: ") and said.err.count("\n") == 1
 
@@ -369,6 +371,6 @@ def test_the_command_makes_a_file_from_a_text_and_from_records(made, tokenizer, 
                                                ("no-model", "missing.jsonl", "no data file missing.jsonl")])
 def test_the_command_refuses_what_it_cannot_use_before_it_loads_a_model(model, text, said, capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
-        nla_prepare.main(["prepare", "--model", model, "--layer", "0", "--text", text, "--out", str(tmp_path)])
+        nla_command(["prepare", "--model", model, "--layer", "0", "--text", text, "--out", str(tmp_path)])
     err = capsys.readouterr().err
     assert ended.value.code == 2 and said in err and len(err.splitlines()) == 1

@@ -20,7 +20,8 @@ from test_task_contract import core_args, rollout
 from data import Group, UserError
 from tasks.nla import task as nla
 from tasks.nla import warm as nla_warm
-from tasks.nla.controls import cjk_share, others, replace_words
+from tasks.nla.__main__ import main as nla_command
+from tasks.nla.controls import WORD, cjk_share, others, replace_words
 from tasks.nla.task import NlaTask, extract_explanation, reward_of
 
 
@@ -56,11 +57,11 @@ def test_every_content_word_is_replaced_by_one_of_its_kind_from_another_text(tex
     out = replace_words(texts, 0)
     assert out == replace_words(texts, 0)
     for text, new in zip(texts, out, strict=True):
-        before, after = nla.WORD.findall(text), nla.WORD.findall(new)
-        assert nla.WORD.sub("#", text) == nla.WORD.sub("#", new)  # all else stays
+        before, after = WORD.findall(text), WORD.findall(new)
+        assert WORD.sub("#", text) == WORD.sub("#", new)  # all else stays
         for a, b in zip(before, after, strict=True):
             assert (a[0].isdigit(), a[0].isupper()) == (b[0].isdigit(), b[0].isupper())
-            pool = {word for other in texts if other != text for word in nla.WORD.findall(other)}
+            pool = {word for other in texts if other != text for word in WORD.findall(other)}
             assert b == a or b in pool
 
 
@@ -305,8 +306,8 @@ def test_full_fine_tuning_hooks_its_copied_reference_too(flags, policies, comman
 def test_both_warm_starts_are_commands_whose_results_a_run_takes(command, tmp_path, capsys):
     files = nla_files()
     small = ["--data", files.data, "--steps", "3", "--batch", "4", "--lora-r", "2"]
-    nla_warm.main(["reconstruct", *small, "--out", str(tmp_path / "r")])
-    nla_warm.main(["sft", *small, "--model", files.model, "--inject-layer", "0", "--out", str(tmp_path / "v")])
+    nla_command(["reconstruct", *small, "--out", str(tmp_path / "r")])
+    nla_command(["sft", *small, "--model", files.model, "--inject-layer", "0", "--out", str(tmp_path / "v")])
     assert "held-out FVE" in capsys.readouterr().out
     for name in ("r", "v"):
         assert len((tmp_path / name / "warm.csv").read_text().splitlines()) == 1 + 3
@@ -314,7 +315,7 @@ def test_both_warm_starts_are_commands_whose_results_a_run_takes(command, tmp_pa
                     "--reconstructor", tmp_path / "r", "--inject-layer", "0", "--dry-run", "--out", tmp_path)
     assert ended.code == 0, ended.err
     with pytest.raises(SystemExit) as stopped:
-        nla_warm.main(["reconstruct", *small, "--out", str(tmp_path / "r")])
+        nla_command(["reconstruct", *small, "--out", str(tmp_path / "r")])
     assert stopped.value.code == 2 and "not empty" in capsys.readouterr().err
 
 
@@ -330,11 +331,9 @@ def test_the_smoke_models_are_built_and_run(command, tmp_path, monkeypatch):
 
 
 def test_help_is_no_mistake_and_says_what_each_flag_does(capsys):
-    from tasks.nla import warm as nla_warm
-
     for argv, code, words in ((["--help"], 0, "usage"), (["prepare", "--help"], 0, "windows in one forward [8]"),
                               (["no-such"], 2, "usage")):
         with pytest.raises(SystemExit) as end:
-            nla_warm.main(argv)
+            nla_command(argv)
         printed = capsys.readouterr()
         assert end.value.code == code and words in (printed.err if code else printed.out)
