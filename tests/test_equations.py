@@ -11,13 +11,34 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tasks.physics.equation_text import ParseError, read_answer
-from tasks.physics.equations import parse_expression
-from tasks.physics.judging import parse_equation, score_answer
+from tasks.physics.equations import parse
+from tasks.physics.judging import score_answer
 from tasks.physics.simulation import SimulationFailed, compiled, r_squared, simulate
 from tasks.physics.systems import SYSTEMS, make_instance
 
 X, V, T = sympy.symbols("x v t")
 K, M, B = sympy.symbols("k m b")
+
+
+class First:
+    """A coordinate of first order."""
+
+    order = 1
+    velocity = ""
+
+    def __init__(self, name):
+        self.name = name
+
+
+def parse_equation(text, system_id):
+    """The equation that a completion ends on, read for a system."""
+    written, stated = read_answer(text)
+    return SYSTEMS[system_id].parse(written, stated)
+
+
+def parse_expression(text, names):
+    """A right-hand side over the declared names."""
+    return parse(f"dy/dt = {text}", [First("y")], names).expressions[0]
 
 
 def damped(text):
@@ -249,21 +270,12 @@ def test_f06_unicode_signs():
 ROBERTSON = ("dx/dt = -0.04*x + 1e4*y*z; dy/dt = 0.04*x - 1e4*y*z - 3e7*y^2; dz/dt = 3e7*y^2")
 
 
-class First:
-    order, velocity = 1, ""
-
-    def __init__(self, name):
-        self.name = name
-
-
 @pytest.mark.parametrize("initial, seconds, text", [
     ({"x": 1.0, "y": 0.0, "z": 0.0}, 1e5, ROBERTSON), ({"x": 1.0, "y": 1.0, "z": 1.0}, 10.0, ROBERTSON.replace("3e7",
     "-3e7")),
     ({"x": 1.0, "y": 1.0, "z": 1.0}, 10.0, "dx/dt = sin(1e9*t); dy/dt = cos(1e9*x); dz/dt = tan(1e6*t)"),
     ({"x": 1.0, "y": 1.0, "z": 1.0}, 10.0, "dx/dt = sign(sin(1e7*x)); dy/dt = -1e12*y*sign(x - y); dz/dt = x")])
 def test_f07_a_stiff_system_ends_within_the_limits(initial, seconds, text):
-    from tasks.physics.equations import parse
-
     equation = parse(text, [First(name) for name in "xyz"], [])
     with quick():
         try:

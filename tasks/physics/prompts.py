@@ -9,6 +9,7 @@ import json
 import numpy as np
 
 from data import seed_of
+from tasks.physics.equations import left_side
 from tasks.physics.systems import SYSTEMS, Coordinate, Instance, System
 
 # ---- the prompt
@@ -21,7 +22,7 @@ def short(value: float) -> str:
 
 
 def left_sides(system: System) -> list[str]:
-    return [f"d2{q.name}/dt2" if q.order == 2 else f"d{q.name}/dt" for q in system.coordinates]
+    return [left_side(q.name, q.order) for q in system.coordinates]
 
 
 def full_prompt(instance: Instance, rows: int) -> str:
