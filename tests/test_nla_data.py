@@ -86,15 +86,29 @@ def test_published_nested_keys_and_json_are_read(made, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("change, word", [
-    ({"marker_id": 35}, "marker"), ({"marker": "ab"}, "marker"), ({"left_id": 1}, "stands between"),
-    ({"right_id": 1}, "stands between"), ({"template": "no slot"}, "template"),
+    ({"marker_id": 35}, "marker"),
+    ({"marker": "ab"}, "marker"),
+    ({"left_id": 1}, "stands between"),
+    ({"right_id": 1}, "stands between"),
+    ({"template": "no slot"}, "template"),
     ({"template": "a {explana"}, "truncated"),
-    ({"template": "<text>{explanation}"}, "truncated"), ({"template": "<text>{explanation} x"}, "truncated"),
+    ({"template": "<text>{explanation}"}, "truncated"),
+    ({"template": "<text>{explanation} x"}, "truncated"),
     ({"template": "Text about a place in a document: <text>{explanation}</text>\nThe activ"}, "truncated"),
-    ({"template": "{explanation} {explanation} x"}, "once"), ({"scale": "sqrt"}, "scale"), ({"scale": 0}, "scale"),
-    ({"scale": True}, "scale"), ({"scale": float("nan")}, "scale"), ({"scale": [1]}, "scale"), ({"d": 16.0}, "d is"),
-    ({"d": True}, "d is"), ({"layer": -1}, "layer"), ({"layer": None}, "lacks layer"), ({"model": 3}, "model"),
-    ({"suffix_ids": "abc"}, "suffix_ids"), ({"final_norm": "yes"}, "final_norm")])
+    ({"template": "{explanation} {explanation} x"}, "once"),
+    ({"scale": "sqrt"}, "scale"),
+    ({"scale": 0}, "scale"),
+    ({"scale": True}, "scale"),
+    ({"scale": float("nan")}, "scale"),
+    ({"scale": [1]}, "scale"),
+    ({"d": 16.0}, "d is"),
+    ({"d": True}, "d is"),
+    ({"layer": -1}, "layer"),
+    ({"layer": None}, "lacks layer"),
+    ({"model": 3}, "model"),
+    ({"suffix_ids": "abc"}, "suffix_ids"),
+    ({"final_norm": "yes"}, "final_norm"),
+])
 def test_a_sidecar_that_does_not_fit_is_refused(made, tokenizer, tmp_path, change, word):
     values = yaml.safe_load((made[1] / "nla_meta.yaml").read_text()) | change
     (tmp_path / "activations.parquet").write_bytes((made[1] / "activations.parquet").read_bytes())
@@ -103,9 +117,14 @@ def test_a_sidecar_that_does_not_fit_is_refused(made, tokenizer, tmp_path, chang
         read_meta(tmp_path, tokenizer)
 
 
-@pytest.mark.parametrize("name, text", [("nla_meta.yaml", "a: [1"), ("nla_meta.yaml", "- 1"), ("nla_meta.json", "{"),
-                                        ("nla_meta.yaml", "!!python/object/apply:os.system ['true']"),
-                                        ("nla_meta.json", "[" * 100_000), ("other.yaml", "model: x")])
+@pytest.mark.parametrize("name, text", [
+    ("nla_meta.yaml", "a: [1"),
+    ("nla_meta.yaml", "- 1"),
+    ("nla_meta.json", "{"),
+    ("nla_meta.yaml", "!!python/object/apply:os.system ['true']"),
+    ("nla_meta.json", "[" * 100_000),
+    ("other.yaml", "model: x"),
+])
 def test_a_broken_or_missing_sidecar_is_one_sentence(tokenizer, tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError):
@@ -120,8 +139,13 @@ def test_scale_is_a_number_or_sqrt_d():
 # The reader
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.list_(pa.float64()), pa.list_(pa.float16()),
-                                  pa.large_list(pa.float32()), pa.list_(pa.float32(), 4)])
+@pytest.mark.parametrize("kind", [
+    pa.list_(pa.float32()),
+    pa.list_(pa.float64()),
+    pa.list_(pa.float16()),
+    pa.large_list(pa.float32()),
+    pa.list_(pa.float32(), 4),
+])
 def test_every_list_type_gives_the_same_float32(tmp_path, kind):
     vectors = [[1.0, -2.0, 0.5, 4.0], [0.0, 0.25, 8.0, 1.0], [3.0, 3.0, 3.0, 3.0]]
     table = pa.table({"prompt": [MESSAGES] * 3, "doc_id": [1, 2, 3],
@@ -135,18 +159,18 @@ def test_every_list_type_gives_the_same_float32(tmp_path, kind):
 
 BAD = {
     "has not 4 numbers": [{"activation_vector": [1.0] * 3}, {"activation_vector": [1.0] * 5}, {"activation_vector": []},
-                          {"activation_vector": None}],
+     {"activation_vector": None}],
     "zero or not finite": [{"activation_vector": [1.0, float("nan"), 1.0, 1.0]},
-                           {"activation_vector": [1.0, None, 1.0, 1.0]}, {"activation_vector": [0.0] * 4},
-                           {"activation_vector": [1e300, 1.0, 1.0, 1.0]},
-                           {"activation_vector": [float("-inf"), 1.0, 1.0, 1.0]}],
+     {"activation_vector": [1.0, None, 1.0, 1.0]}, {"activation_vector": [0.0] * 4},
+     {"activation_vector": [1e300, 1.0, 1.0, 1.0]},
+     {"activation_vector": [float("-inf"), 1.0, 1.0, 1.0]}],
     "no placeholder": [{"prompt": [{"role": "user", "content": "explain @"}]}],
     "several placeholders": [{"prompt": [{"role": "user", "content": "<INJECT> <INJECT>"}]},
-                             {"prompt": [*MESSAGES, *MESSAGES]}],
+     {"prompt": [*MESSAGES, *MESSAGES]}],
     "the marker itself": [{"prompt": [{"role": "user", "content": "<INJECT> @"}]}],
     "not in a user message": [{"prompt": [{"role": "system", "content": "<INJECT>"}]}],
     "no list of messages": [{"prompt": None}, {"prompt": []}, {"prompt": [None]},
-                            {"prompt": [{"role": "user", "content": None}]}],
+     {"prompt": [{"role": "user", "content": None}]}],
     "no doc_id": [{"doc_id": None}, {"doc_id": ""}],
 }
 
@@ -337,9 +361,14 @@ def test_a_file_is_the_same_again_and_row_groups_are_bounded(tokenizer, tmp_path
 
 
 @pytest.mark.parametrize("layer, recipe, word", [
-    (3, {}, "layers 0 to 2"), (-1, {}, "layers 0 to 2"), (0, {"marker": "lamps chairs"}, "marker"),
-    (0, {"prompt": "no place"}, "INJECT"), (0, {"template": "cut <text>{explanation}"}, "truncated"),
-    (0, {"scale": "much"}, "scale"), (0, {"first": 500}, "longer documents")])
+    (3, {}, "layers 0 to 2"),
+    (-1, {}, "layers 0 to 2"),
+    (0, {"marker": "lamps chairs"}, "marker"),
+    (0, {"prompt": "no place"}, "INJECT"),
+    (0, {"template": "cut <text>{explanation}"}, "truncated"),
+    (0, {"scale": "much"}, "scale"),
+    (0, {"first": 500}, "longer documents"),
+])
 def test_what_cannot_be_made_is_one_sentence_and_leaves_nothing(tokenizer, tmp_path, layer, recipe, word):
     with pytest.raises(UserError, match=word):
         prepare(tiny_model("llama", len(tokenizer)), tokenizer, layer, documents(3, 0), tmp_path, 0, Recipe(**recipe))

@@ -32,9 +32,14 @@ from tasks.nla.task import NlaTask, extract_explanation, reward_of
     ("<explanation>first</explanation><explanation>second</explanation>", "first"),
     ("<explanation>draft <explanation>final</explanation>", "final"),
     ("</explanation><explanation>x</explanation>", "x"),
-    ("<explanation></explanation>", None), ("<explanation> \n</explanation>", None),
-    ("<explanation>never closed", None), ("no tags", None), ("", None), ("a</explanation>", None),
-    ("<EXPLANATION>x</EXPLANATION>", None), ("< explanation>x</explanation>", None),
+    ("<explanation></explanation>", None),
+    ("<explanation> \n</explanation>", None),
+    ("<explanation>never closed", None),
+    ("no tags", None),
+    ("", None),
+    ("a</explanation>", None),
+    ("<EXPLANATION>x</EXPLANATION>", None),
+    ("< explanation>x</explanation>", None),
 ])
 def test_the_text_between_the_tags_is_the_explanation(text, found):
     assert extract_explanation(text) == found
@@ -175,9 +180,12 @@ def test_the_other_vector_is_never_one_of_the_same_document():
 
 
 @pytest.mark.parametrize("values, said", [
-    ({"reconstructor": ""}, "tasks.nla reconstruct"), ({"model": "tiny"}, "--model tiny"),
-    ({"inject_layer": -1}, "--inject-layer"), ({"critic_lr": 0.0}, "--critic-lr"),
-    ({"data": "/nowhere/x.parquet"}, "sidecar|no data file"), ({"critic_tokens": 0}, "--critic-tokens"),
+    ({"reconstructor": ""}, "tasks.nla reconstruct"),
+    ({"model": "tiny"}, "--model tiny"),
+    ({"inject_layer": -1}, "--inject-layer"),
+    ({"critic_lr": 0.0}, "--critic-lr"),
+    ({"data": "/nowhere/x.parquet"}, "sidecar|no data file"),
+    ({"critic_tokens": 0}, "--critic-tokens"),
 ])
 def test_mistakes_are_one_sentence(values, said):
     with pytest.raises(UserError, match=said):

@@ -266,8 +266,14 @@ def build(spec: Spec, device: torch.device, dtype: torch.dtype) -> Reconstructor
     if spec.lora_r:
         import peft
 
-        base = peft.get_peft_model(base, peft.LoraConfig(
-            r=spec.lora_r, lora_alpha=spec.lora_alpha, use_rslora=True, target_modules="all-linear", lora_dropout=0.0))
+        config = peft.LoraConfig(
+            r=spec.lora_r,
+            lora_alpha=spec.lora_alpha,
+            use_rslora=True,
+            target_modules="all-linear",
+            lora_dropout=0.0,
+        )
+        base = peft.get_peft_model(base, config)
     else:
         base.requires_grad_(True)
     return Reconstructor(base, tokenizer, spec).eval()
