@@ -17,7 +17,7 @@ def main(argv: list[str]) -> None:
     command = argv[0] if argv else ""
     if command in ("-h", "--help"):
         print(USAGE)
-        return
+        sys.exit(0)
     if command not in COMMANDS:
         print(USAGE, file=sys.stderr)
         sys.exit(2)
