@@ -66,7 +66,8 @@ def test_every_content_word_is_replaced_by_one_of_its_kind_from_another_text(tex
     assert out == replace_words(texts, 0)
     for text, new in zip(texts, out, strict=True):
         assert WORD.sub("#", text) == WORD.sub("#", new)  # all else stays
-        pool = set(WORD.findall(" ".join(other for other in texts if other != text)))
+        rest = [other for other in texts if other != text]
+        pool = set(WORD.findall(" ".join(rest)))
         for a, b in zip(WORD.findall(text), WORD.findall(new), strict=True):
             assert a[0].isdigit() == b[0].isdigit()
             assert a[0].isupper() == b[0].isupper()
@@ -103,7 +104,8 @@ def test_scores_are_those_of_the_normalised_error():
     good, none, long = task.score([explained(prompt, text) for text in texts])
     with torch.no_grad():
         state = model.predict([model.encode(texts[0])])[0].numpy()
-    cosine = float(state @ prompt.inject / np.linalg.norm(state) / np.linalg.norm(prompt.inject))
+    length = np.linalg.norm(state) * np.linalg.norm(prompt.inject)
+    cosine = float(state @ prompt.inject / length)
     error = 2 * (1 - cosine)
     assert good.flags["mse"] == pytest.approx(error, abs=1e-5)
     assert good.reward == pytest.approx(-math.log(error), abs=1e-4)
@@ -196,7 +198,8 @@ def test_the_judge_is_asked_with_the_rows_own_source_and_quirk(monkeypatch):
 
 def test_a_judge_that_does_not_answer_is_recorded_and_the_evaluation_goes_on():
     task = NlaTask(task_args(judge_evals=("hallucination",), judge_retries=0, **JUDGE))
-    row = task.observe_eval(judged(task, task.held[:2], ["<explanation>Anna</explanation>"] * 2))
+    groups = judged(task, task.held[:2], ["<explanation>Anna</explanation>"] * 2)
+    row = task.observe_eval(groups)
     assert row["hallucination_judged"] == 0
     assert row["hallucination_failed"] == 2
     assert row["clean_rate"] is None
@@ -365,7 +368,8 @@ def test_full_fine_tuning_hooks_its_copied_reference_too(flags, policies, comman
     assert float(rows[0]["kl"]) == 0.0  # without the vectors it would differ at once
     assert float(rows[1]["kl"]) > 0
     fresh = transformers.AutoModelForCausalLM.from_pretrained(files.model)
-    for p, q in zip(policies[0].reference.parameters(), fresh.parameters(), strict=True):
+    reference = policies[0].reference
+    for p, q in zip(reference.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p, q)
 
 
@@ -374,7 +378,8 @@ def test_both_warm_starts_are_commands_whose_results_a_run_takes(command, tmp_pa
     files = nla_files()
     small = ["--data", files.data, "--steps", "3", "--batch", "4", "--lora-r", "2"]
     nla_command(["reconstruct", *small, "--out", str(tmp_path / "r")])
-    nla_command(["sft", *small, "--model", files.model, "--inject-layer", "0", "--out", str(tmp_path / "v")])
+    verbalizer = ["--model", files.model, "--inject-layer", "0"]
+    nla_command(["sft", *small, *verbalizer, "--out", str(tmp_path / "v")])
     assert "held-out FVE" in capsys.readouterr().out
     for name in ("r", "v"):
         lines = (tmp_path / name / "warm.csv").read_text().splitlines()
