@@ -366,28 +366,34 @@ def command_parser(cls: type, prog: str, description: str = "") -> argparse.Argu
     notes = comments(cls)
     for field in dataclasses.fields(cls):
         kind = types[field.name]
-        required = field.default is dataclasses.MISSING
         note = notes[field.name]
-        if not required and kind is not bool and field.default not in ("", ()):
-            note += f" [{field.default}]"
-        keywords: dict[str, Any] = {"dest": field.name, "help": note.replace("%", "%%")}
-        if required:
+        keywords = command_keywords(kind)
+        if field.default is dataclasses.MISSING:
             keywords["required"] = True
         else:
             keywords["default"] = field.default
-        if kind is bool:
-            keywords["action"] = "store_true"
-        elif typing.get_origin(kind) is Literal:
-            keywords["choices"] = typing.get_args(kind)
-        elif typing.get_origin(kind) is tuple:
-            keywords["nargs"] = "*"
-        else:
-            keywords["type"] = kind
-        parser.add_argument(flag_of(field.name), **keywords)
+            if kind is not bool and field.default not in ("", ()):
+                note += f" [{field.default}]"
+        keywords["help"] = note.replace("%", "%%")
+        parser.add_argument(flag_of(field.name), dest=field.name, **keywords)
     return parser
+
+
+def command_keywords(kind: Any) -> dict[str, Any]:
+    """What argparse needs to read a flag of this type, for `command_parser`."""
+    if kind is bool:
+        return {"action": "store_true"}
+    if typing.get_origin(kind) is Literal:
+        return {"choices": typing.get_args(kind)}
+    if typing.get_origin(kind) is tuple:
+        return {"nargs": "*"}
+    return {"type": kind}
 
 
 def command_flags(cls: type, argv: list[str], prog: str, description: str = "") -> Any:
     """A command's flags as an instance of the frozen dataclass `cls`; a mistake ends the process as argparse does."""
-    found = vars(command_parser(cls, prog, description).parse_args(argv))
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+    values = vars(command_parser(cls, prog, description).parse_args(argv))
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(value)
+    return cls(**values)

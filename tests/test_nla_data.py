@@ -213,7 +213,8 @@ def test_bad_rows_are_counted_by_reason_and_their_neighbours_are_intact(tmp_path
         assert row.doc_id == f"d{k}"
         assert row.vector.tolist() == [k + 1.0] * 4
     for part, (_, values) in BAD.items():
-        assert sum(n for reason, n in bad.reasons.items() if part in reason) == len(values)
+        counts = [n for reason, n in bad.reasons.items() if part in reason]
+        assert sum(counts) == len(values)
     assert bad.total == 2 * count
     assert bad.first[next(iter(bad.reasons))] == "row 2"
 
@@ -309,7 +310,8 @@ def test_generated_documents_are_different_and_repeatable():
 
 
 def test_captions_tell_the_slots_the_last_word_and_what_follows():
-    doc = next(d for d in documents(50, 0) if d.caption.split()[1] == "bought")
+    bought = [d for d in documents(50, 0) if d.caption.split()[1] == "bought"]
+    doc = bought[0]
     kinds = ("name", "number", "colour", "item", "place")
     name, number, colour, item, place = map(doc.slots.get, kinds)
     head = f"{name} bought {number} {colour} {item} in {place}."
@@ -423,7 +425,8 @@ def test_a_file_is_the_same_again_and_row_groups_are_bounded(tokenizer, tmp_path
     for batch in (1, 4):
         recipe = Recipe(batch=batch, max_rows=11)
         place = tmp_path / f"{batch}" / "a.parquet"
-        file = pa.parquet.ParquetFile(prepare(model, tokenizer, 1, documents(12, 0), place, 7, recipe, "m"))
+        made = prepare(model, tokenizer, 1, documents(12, 0), place, 7, recipe, "m")
+        file = pa.parquet.ParquetFile(made)
         assert file.num_row_groups == 3
         assert file.metadata.num_rows == 11
         assert sorted(path.name for path in place.parent.iterdir()) == ["a.parquet", "a.parquet.nla_meta.yaml"]
