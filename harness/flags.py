@@ -352,3 +352,48 @@ def dry_run_args(args, folder: str):
     """One tiny step in a temporary folder."""
     return dataclasses.replace(args, out=folder, name="dry", steps=1, prompts=min(2, args.prompts), minibatches=1,
                                max_new=min(8, args.max_new), overlong="keep", eval_size=2, eval_k=0)
+
+
+# ---- other commands than train_grpo.py
+def command_parser(cls: type, prog: str, description: str = "") -> argparse.ArgumentParser:
+    """The parser of a command whose flags are the fields of the frozen dataclass `cls`, each with its comment as help.
+
+    A field without default is required, a bool is a switch, a tuple takes any number of values.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    types = field_types(cls)
+    notes = comments(cls)
+    for field in dataclasses.fields(cls):
+        kind = types[field.name]
+        note = notes[field.name]
+        keywords = command_keywords(kind)
+        if field.default is dataclasses.MISSING:
+            keywords["required"] = True
+        else:
+            keywords["default"] = field.default
+            if kind is not bool and field.default not in ("", ()):
+                note += f" [{field.default}]"
+        keywords["help"] = note.replace("%", "%%")
+        parser.add_argument(flag_of(field.name), dest=field.name, **keywords)
+    return parser
+
+
+def command_keywords(kind: Any) -> dict[str, Any]:
+    """What argparse needs to read a flag of this type, for `command_parser`."""
+    if kind is bool:
+        return {"action": "store_true"}
+    if typing.get_origin(kind) is Literal:
+        return {"choices": typing.get_args(kind)}
+    if typing.get_origin(kind) is tuple:
+        return {"nargs": "*"}
+    return {"type": kind}
+
+
+def command_flags(cls: type, argv: list[str], prog: str, description: str = "") -> Any:
+    """A command's flags as an instance of the frozen dataclass `cls`; a mistake ends the process as argparse does."""
+    values = vars(command_parser(cls, prog, description).parse_args(argv))
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(value)
+    return cls(**values)

@@ -1,57 +1,170 @@
-"""The supervised loop of all warm starts, and the rows that it learns from."""
+"""Supervised learning: the one loop of all warm starts, and the examples that it learns from.
+
+The loop owns the order of things; what differs between warm starts comes in as three small functions: `lr_of` (the
+learning rate of a step), `batches` (indices of examples) and `update` (one optimizer step, which a stage may own).
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt, Rollout, UserError, rng_of
 from engine.rollout import extend, takes_turn
-from models.loading import load_pretrained, load_tokenizer, package_file
+from models.loading import best_device, load_pretrained, load_tokenizer, package_file, pick_dtype
+
+IGNORED = -100  # label of a token that no loss is taken on, as in `cross_entropy`
+CLIP = 1.0  # largest norm of a warm start's gradient
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+Batch = list[int]  # indices of examples
+Example = tuple[list[int], list[int]]  # ids and labels, of one length
+Schedule = Callable[[int], float]  # step, from 0 -> learning rate
+Update = Callable[[Batch, float], Any]  # one optimizer step on a batch at a learning rate -> what is logged of it
 
 
-def fit(model, recipe: dict, lengths: list[int], loss_of: Callable[[list[int]], torch.Tensor], log) -> None:
-    """AdamW over the recipe's steps on batches of example indices, the learning rate falling as a cosine to 0."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["lr"], betas=recipe["betas"], weight_decay=0.0,
-                                  fused=True)
-    batches = length_batches(lengths, recipe["batch"])
-    for step in range(recipe["steps"]):
-        optimizer.param_groups[0]["lr"] = recipe["lr"] * 0.5 * (1 + math.cos(math.pi * step / recipe["steps"]))
-        loss = loss_of(next(batches))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+# ---- the loop
+def supervised_loop(steps: int, lr_of: Schedule, batches: Iterator[Batch], update: Update) -> Iterator[Any]:
+    """The supervised loop: `steps` optimizer steps on batches of example indices; yields what each update returns."""
+    for step in range(steps):
+        yield update(next(batches), lr_of(step))
+
+
+def cosine_lr(peak: float, steps: int, warmup: int = 0) -> Schedule:
+    """Learning-rate schedule: step -> linear warm-up over `warmup` steps, times a cosine from `peak` to 0."""
+
+    def lr_of(step: int) -> float:
+        warm = min(1.0, (step + 1) / max(1, warmup))
+        return peak * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    return lr_of
+
+
+def clipped_update(optimizer: torch.optim.Optimizer, weights: Iterable, backward: Callable[[Batch], float]) -> Update:
+    """An optimizer step with clipping at norm 1. `backward` adds a batch's gradients and returns its loss."""
+    weights = list(weights)
+
+    def update(batch: Batch, lr: float) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = backward(batch)
+        torch.nn.utils.clip_grad_norm_(weights, CLIP)
         optimizer.step()
-        if (step + 1) % 200 == 0:
-            log(f"{step + 1}/{recipe['steps']}, loss {loss.item():.3f}")
+        optimizer.zero_grad()
+        return loss
+
+    return update
 
 
-def length_batches(lengths: list[int], size: int) -> Iterator[list[int]]:
+def length_batches(lengths: list[int], size: int) -> Iterator[Batch]:
     """Endless batches of indices, each of about one length: eight batches are drawn, sorted, and dealt in any order."""
     rng = rng_of(0, "tiny-batches")
     while True:
-        drawn = sorted(rng.integers(len(lengths), size=8 * size).tolist(), key=lambda i: lengths[i])
+        drawn = rng.integers(len(lengths), size=8 * size).tolist()
+        drawn.sort(key=lambda i: lengths[i])
         for part in rng.permutation(8):
             yield drawn[part * size : (part + 1) * size]
 
 
-def supervised_ids(tokenizer, head: list[dict], tail: list[dict]) -> tuple[list[int], list[int]]:
+def epoch_batches(count: int, size: int, seed: int) -> Iterator[Batch]:
+    """Endless batches of indices: every example once, in a new order, before any a second time."""
+    order: list[int] = []
+    for step in itertools.count():
+        while len(order) < size:
+            order += rng_of(seed, "sft", step, len(order)).permutation(count).tolist()
+        yield order[:size]
+        order = order[size:]
+
+
+def random_batches(count: int, size: int, seed: int, purpose: str) -> Iterator[Batch]:
+    """Endless batches of indices, drawn with replacement."""
+    for step in itertools.count():
+        yield rng_of(seed, purpose, step).integers(count, size=size).tolist()
+
+
+# ---- two stages on it
+def fit(model, recipe: dict, lengths: list[int], loss_of: Callable[[Batch], torch.Tensor], log) -> None:
+    """AdamW over a tiny model's recipe (steps, batch, lr, betas), one forward a batch of similar lengths."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe["lr"], betas=recipe["betas"], weight_decay=0.0, fused=True)
+
+    def backward(batch: Batch) -> float:
+        loss = loss_of(batch)
+        loss.backward()
+        return loss.item()
+
+    steps = recipe["steps"]
+    batches = length_batches(lengths, recipe["batch"])
+    update = clipped_update(optimizer, model.parameters(), backward)
+    losses = supervised_loop(steps, cosine_lr(recipe["lr"], steps), batches, update)
+    for step, loss in enumerate(losses, 1):
+        if step % 200 == 0:
+            log(f"{step}/{steps}, loss {loss:.3f}")
+
+
+def supervised_steps(model, examples: list[Example], own, pad: int, log, feed=None) -> Iterator[float]:
+    """Cross-entropy on the answers' tokens (labels not -100), a mean over the tokens of each step. Yields the loss.
+
+    `examples` are (ids, labels); `own` has steps, batch, micro_batch, lr and seed; `feed` is told the indices of the
+    examples of each forward before it.
+    """
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=own.lr, weight_decay=0.0)
+
+    def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
+        """(b, n): right padding, which causal attention never sees."""
+        tensors = [torch.tensor(row) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=filler).to(model.device)
+
+    def backward(batch: Batch) -> float:
+        spoken = sum(label != IGNORED for i in batch for label in examples[i][1])
+        total = 0.0
+        for start in range(0, len(batch), own.micro_batch):
+            some = batch[start : start + own.micro_batch]
+            ids = padded([examples[i][0] for i in some], pad)
+            labels = padded([examples[i][1] for i in some], IGNORED)
+            if feed:
+                feed(some)
+            logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1).float()
+            gold = labels[:, 1:].flatten()
+            summed = torch.nn.functional.cross_entropy(logits, gold, ignore_index=IGNORED, reduction="sum")
+            loss = summed / spoken
+            loss.backward()
+            total += loss.item()
+        return total
+
+    batches = epoch_batches(len(examples), own.batch, own.seed)
+    update = clipped_update(optimizer, weights, backward)
+    losses = supervised_loop(own.steps, cosine_lr(own.lr, own.steps, own.steps // 20), batches, update)
+    for step, loss in enumerate(losses, 1):
+        if step == 1 or step % 10 == 0:
+            log(f"step {step}/{own.steps}  loss {loss:.4f}")
+        yield loss
+
+
+# ---- examples
+def supervised_ids(tokenizer, head: list[dict], tail: list[dict]) -> Example:
     """(ids, labels) of a dialogue: labels -100 but for what the assistant says in `tail`, its end token included."""
     ids = tokenizer.apply_chat_template(head, add_generation_prompt=True, return_dict=False)
-    labels, said = [-100] * len(ids), list(head)
-    for message in tail:
+    labels = [IGNORED] * len(ids)
+    said = list(head)
+    for place, message in enumerate(tail):
         said = said + [message]
-        generation = message is not tail[-1] and tail[len(said) - len(head)]["role"] == "assistant"
-        whole = tokenizer.apply_chat_template(said, add_generation_prompt=generation, return_dict=False)
-        new = whole[len(ids):]
-        spoken = len(tokenizer.encode(message["content"], add_special_tokens=False)) + 1
-        assistant = message["role"] == "assistant"
-        labels += [t if assistant and i < spoken else -100 for i, t in enumerate(new)]
+        assistant_next = place + 1 < len(tail) and tail[place + 1]["role"] == "assistant"
+        whole = tokenizer.apply_chat_template(said, add_generation_prompt=assistant_next, return_dict=False)
+        new = whole[len(ids) :]
+        spoken = 0
+        if message["role"] == "assistant":
+            spoken = len(tokenizer.encode(message["content"], add_special_tokens=False)) + 1
+        silent = len(new[spoken:])
+        labels += new[:spoken]
+        labels += [IGNORED] * silent
         ids = whole
     return ids, labels
 
@@ -60,21 +173,39 @@ def worked_examples(policy, prompt: Prompt, most: int) -> list[Rollout]:
     """A rollout for each right turn, up to it, whose mask is 1 on that turn's tokens alone. Those that leave the
     context, or are longer than a turn may be, are left out with what follows."""
     row = Rollout(prompt, policy.encode(prompt), [], [], [], [], "stop", [])
-    start, found, turns = len(row.ids), [], policy.task.turns()
+    start = len(row.ids)
+    turns = policy.task.turns()
+    found: list[Rollout] = []
     while len(found) < most:
         text = policy.task.worked_turn(row)
-        ids = [] if text is None else [*policy.tokenizer.encode(text, add_special_tokens=False), closing_id(policy)]
-        if not ids or len(ids) > policy.args.max_new or len(row.ids) + len(ids) > policy.context:
+        if text is None:
+            break
+        ids = policy.tokenizer.encode(text, add_special_tokens=False)
+        ids.append(closing_id(policy))
+        if len(ids) > policy.args.max_new or len(row.ids) + len(ids) > policy.context:
             break
         before = len(row.ids) - start
-        extend(row, ids, 0, [0.0] * len(ids), [0.0] * len(ids), -1)
+        zeros = [0.0] * len(ids)
+        extend(row, ids, 0, zeros, zeros, -1)
         row.turns.append({"role": "assistant", "content": text})
         mask = [0] * before + [1] * len(ids)
-        found.append(dataclasses.replace(row, ids=list(row.ids), mask=mask, logp=list(row.logp),
-                                         entropy=list(row.entropy), version=list(row.version), turns=list(row.turns)))
+        found.append(copied(row, mask))
         if not takes_turn(policy, row, len(found) < turns):
             break
     return found
+
+
+def copied(row: Rollout, mask: list[int]) -> Rollout:
+    """A rollout as it stands, with another mask; what is added to `row` later is not in it."""
+    return dataclasses.replace(
+        row,
+        mask=mask,
+        ids=list(row.ids),
+        logp=list(row.logp),
+        entropy=list(row.entropy),
+        version=list(row.version),
+        turns=list(row.turns),
+    )
 
 
 def closing_id(policy) -> int:
@@ -84,22 +215,21 @@ def closing_id(policy) -> int:
         mark = "closingidmark"
         said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
         text = policy.render(said, Prompt(said), False)
-        after = policy.tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
+        suffix = text.rpartition(mark)[2]
+        after = policy.tokenizer.encode(suffix, add_special_tokens=False)
         if mark in text and after and after[0] in policy.stop_ids:
             return after[0]
     return policy.stop_ids[0]
 
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def load_for_supervision(own: argparse.Namespace):
-    """(model, tokenizer): the trained weights are float32, the others bfloat16 on CUDA."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    half = device.type == "cuda" and own.lora_r and torch.cuda.is_bf16_supported()
+# ---- the model of a command
+def load_for_supervision(own):
+    """(model, tokenizer) of a warm start's flags: the trained weights are float32, the others bfloat16 on CUDA."""
+    device = best_device()
+    dtype = pick_dtype("auto", device) if own.lora_r else torch.float32
     path = package_file(own.model) if own.model.startswith("package:") else own.model
     tokenizer = load_tokenizer(path, own)
-    model = load_pretrained(path, own, device, torch.bfloat16 if half else torch.float32)
+    model = load_pretrained(path, own, device, dtype)
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {own.model} has no chat template; take an instruct model or give "
                         "--chat-template")
@@ -109,41 +239,14 @@ def load_for_supervision(own: argparse.Namespace):
 
         present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         targets = [name for name in TARGETS if name in present] or "all-linear"
-        model = peft.get_peft_model(model, peft.LoraConfig(
-            r=own.lora_r, lora_alpha=own.lora_alpha, target_modules=targets, lora_dropout=0.0,
-            use_rslora=own.rslora, task_type="CAUSAL_LM"))
+        config = peft.LoraConfig(
+            r=own.lora_r,
+            lora_alpha=own.lora_alpha,
+            target_modules=targets,
+            lora_dropout=0.0,
+            use_rslora=own.rslora,
+            task_type="CAUSAL_LM",
+        )
+        model = peft.get_peft_model(model, config)
         model.peft_config["default"].base_model_name_or_path = path
     return model, tokenizer
-
-
-def supervised_steps(model, examples: list[tuple[list[int], list[int]]], own: argparse.Namespace, pad: int, log, feed=None):
-    """Cross-entropy on the answers' tokens (labels not -100), a mean over the tokens of each step. Yields the loss.
-
-    `feed` is told the indices of the examples of each forward before it.
-    """
-    weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=own.lr, weight_decay=0.0)
-    order: list[int] = []
-    for step in range(own.steps):
-        while len(order) < own.batch:
-            order += rng_of(own.seed, "sft", step, len(order)).permutation(len(examples)).tolist()
-        picked, order = order[: own.batch], order[own.batch :]
-        warm = min(1.0, (step + 1) / max(1, own.steps // 20))
-        optimizer.param_groups[0]["lr"] = own.lr * warm * 0.5 * (1 + math.cos(math.pi * step / own.steps))
-        spoken, total = sum(label != -100 for i in picked for label in examples[i][1]), 0.0
-        for some in (picked[i : i + own.micro_batch] for i in range(0, len(picked), own.micro_batch)):
-            ids, labels = (pad_sequence([torch.tensor(examples[i][k]) for i in some], batch_first=True,
-                                        padding_value=filler).to(model.device) for k, filler in ((0, pad), (1, -100)))
-            if feed:
-                feed(some)
-            logits = model(input_ids=ids).logits[:, :-1]  # right padding: causal attention never sees it
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum") / spoken
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 0 or (step + 1) % 10 == 0:
-            log(f"step {step + 1}/{own.steps}  loss {total:.4f}")
-        yield total

@@ -20,6 +20,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from data import Task, UserError, seed_of
+from models import supervised
 from models.supervised import fit, supervised_ids
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -80,8 +81,9 @@ def warm_start(task: Task, log) -> tuple[Any, Any]:
 def tiny_model(task: Task, args, log) -> Path:
     """Folder of the warm-started tiny model, built on first use and cached by the hash of its recipe."""
     prompts = task.demonstration_prompts()
-    recipe = [TINY, WARM, CHATML, torch.__version__, transformers.__version__, Path(__file__).read_text(),
-              [[p.messages, answer] for p, answer in zip(prompts, task.demonstrations(prompts), strict=True)]]
+    answers = task.demonstrations(prompts)
+    examples = [[prompt.messages, answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    recipe = [TINY, WARM, CHATML, *sources([__file__, supervised.__file__]), examples]
 
     def build(folder: Path) -> None:
         log(f"building the tiny model: warm start on {len(prompts)} demonstrations (about half a minute)")
@@ -90,6 +92,11 @@ def tiny_model(task: Task, args, log) -> Path:
         tokenizer.save_pretrained(folder)
 
     return cached("tiny", recipe, build, args.cache)
+
+
+def sources(files: list[str]) -> list[str]:
+    """What decides a built model beside its recipe: the text of these source files, and the libraries' versions."""
+    return [torch.__version__, transformers.__version__, *(Path(file).read_text() for file in files)]
 
 
 def cached(kind: str, recipe: list, build, use_cache: bool) -> Path:

@@ -11,13 +11,34 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tasks.physics.equation_text import ParseError, read_answer
-from tasks.physics.equations import parse_expression
-from tasks.physics.judging import parse_equation, score_answer
+from tasks.physics.equations import parse
+from tasks.physics.judging import score_answer
 from tasks.physics.simulation import SimulationFailed, compiled, r_squared, simulate
 from tasks.physics.systems import SYSTEMS, make_instance
 
 X, V, T = sympy.symbols("x v t")
 K, M, B = sympy.symbols("k m b")
+
+
+class First:
+    """A coordinate of first order."""
+
+    order = 1
+    velocity = ""
+
+    def __init__(self, name):
+        self.name = name
+
+
+def parse_equation(text, system_id):
+    """The equation that a completion ends on, read for a system."""
+    written, stated = read_answer(text)
+    return SYSTEMS[system_id].parse(written, stated)
+
+
+def parse_expression(text, names):
+    """A right-hand side over the declared names."""
+    return parse(f"dy/dt = {text}", [First("y")], names).expressions[0]
 
 
 def damped(text):
@@ -60,24 +81,76 @@ def test_a_system_of_first_order_is_the_same_equation(text):
 
 
 @pytest.mark.parametrize("right, expected", [
-    ("-(k/m)x", -K * X / M), ("-k x/m", -K * X / M), ("-kx/m", -K * X / M), ("-k·x/m", -K * X / M),
-    ("−k×x÷m", -K * X / M), ("-k*x(t)/m", -K * X / M), ("2x", 2 * X), ("2 x", 2 * X), ("2(x + 1)", 2 * X + 2),
-    ("(x+1)(x-1)", (X + 1) * (X - 1)), ("k/m x", K * X / M), ("x^2", X**2), ("x**2", X**2), ("x²", X**2),
-    ("x^{2}", X**2), ("x^(2)", X**2), ("x⁻²", X**-2), ("x^-2", X**-2), ("-x^2", -X**2), ("-2^2*x", -4 * X),
-    ("2e-1x", X / 5), (".5*x", X / 2), ("1.5e1*x", 15 * X), ("π*x", sympy.pi * X), ("pi x", sympy.pi * X),
-    ("\\frac{k}{m}x", K * X / M), ("-\\frac{k x}{m + \\frac{b}{2}}", -K * X / (M + B / 2)),
+    ("-(k/m)x", -K * X / M),
+    ("-k x/m", -K * X / M),
+    ("-kx/m", -K * X / M),
+    ("-k·x/m", -K * X / M),
+    ("−k×x÷m", -K * X / M),
+    ("-k*x(t)/m", -K * X / M),
+    ("2x", 2 * X),
+    ("2 x", 2 * X),
+    ("2(x + 1)", 2 * X + 2),
+    ("(x+1)(x-1)", (X + 1) * (X - 1)),
+    ("k/m x", K * X / M),
+    ("x^2", X**2),
+    ("x**2", X**2),
+    ("x²", X**2),
+    ("x^{2}", X**2),
+    ("x^(2)", X**2),
+    ("x⁻²", X**-2),
+    ("x^-2", X**-2),
+    ("-x^2", -X**2),
+    ("-2^2*x", -4 * X),
+    ("2e-1x", X / 5),
+    (".5*x", X / 2),
+    ("1.5e1*x", 15 * X),
+    ("π*x", sympy.pi * X),
+    ("pi x", sympy.pi * X),
+    ("\\frac{k}{m}x", K * X / M),
+    ("-\\frac{k x}{m + \\frac{b}{2}}", -K * X / (M + B / 2)),
     ("\\left(k\\right)\\cdot x", K * X),
-    ("sin x", sympy.sin(X)), ("sin(x)", sympy.sin(X)), ("\\sin(x)", sympy.sin(X)), ("sin^2(x)", sympy.sin(X) ** 2),
-    ("ksin(x)", K * sympy.sin(X)), ("ln(x)", sympy.log(X)), ("√(x)", sympy.sqrt(X)), ("√x", sympy.sqrt(X)),
-    ("|v|*v", abs(V) * V), ("b|v|v", B * abs(V) * V), ("abs(v)", abs(V)), ("||x|-k|", abs(abs(X) - K)),
-    ("+x", X), ("--x", X), ("x - -k", X + K), ("bx'", B * V), ("-bx' - kx", -B * V - K * X), ("[x + {k}]", X + K),
-    ("\\frac12 x", X / 2), ("\\frac k m x", K * X / M), ("\\frac{k}m x", K * X / M), ("½x", X / 2), ("−½ k x",
-    -K * X / 2),
-    ("—k*x", -K * X), ("－ｋ＊ｘ", -K * X), ("-𝑘𝑥/𝑚", -K * X / M), ("\\dot{x}^2", V**2), ("ẋ²", V**2), ("x'^2", V**2),
-    ("k\\*x", K * X), ("5×10⁻¹x", X / 2), ("5 \\times 10^{-1} x", X / 2), ("sgn(v)", sympy.sign(V)),
-    ("\\operatorname{sgn}(v)", sympy.sign(V)), ("x^{\\frac12}", sympy.sqrt(X)), ("x^1/2", X / 2), ("2(3)",
-    sympy.Integer(6)),
-    ("tanh(v)*sign(x)", sympy.tanh(V) * sympy.sign(X)), ("kxt", K * X * T), ("0", sympy.Integer(0)),
+    ("sin x", sympy.sin(X)),
+    ("sin(x)", sympy.sin(X)),
+    ("\\sin(x)", sympy.sin(X)),
+    ("sin^2(x)", sympy.sin(X) ** 2),
+    ("ksin(x)", K * sympy.sin(X)),
+    ("ln(x)", sympy.log(X)),
+    ("√(x)", sympy.sqrt(X)),
+    ("√x", sympy.sqrt(X)),
+    ("|v|*v", abs(V) * V),
+    ("b|v|v", B * abs(V) * V),
+    ("abs(v)", abs(V)),
+    ("||x|-k|", abs(abs(X) - K)),
+    ("+x", X),
+    ("--x", X),
+    ("x - -k", X + K),
+    ("bx'", B * V),
+    ("-bx' - kx", -B * V - K * X),
+    ("[x + {k}]", X + K),
+    ("\\frac12 x", X / 2),
+    ("\\frac k m x", K * X / M),
+    ("\\frac{k}m x", K * X / M),
+    ("½x", X / 2),
+    ("−½ k x",
+     -K * X / 2),
+    ("—k*x", -K * X),
+    ("－ｋ＊ｘ", -K * X),
+    ("-𝑘𝑥/𝑚", -K * X / M),
+    ("\\dot{x}^2", V**2),
+    ("ẋ²", V**2),
+    ("x'^2", V**2),
+    ("k\\*x", K * X),
+    ("5×10⁻¹x", X / 2),
+    ("5 \\times 10^{-1} x", X / 2),
+    ("sgn(v)", sympy.sign(V)),
+    ("\\operatorname{sgn}(v)", sympy.sign(V)),
+    ("x^{\\frac12}", sympy.sqrt(X)),
+    ("x^1/2", X / 2),
+    ("2(3)",
+     sympy.Integer(6)),
+    ("tanh(v)*sign(x)", sympy.tanh(V) * sympy.sign(X)),
+    ("kxt", K * X * T),
+    ("0", sympy.Integer(0)),
 ])
 def test_the_right_hand_side_may_be_spelt(right, expected):
     assert sympy.simplify(damped(f"d2x/dt2 = {right}") - expected) == 0
@@ -85,46 +158,96 @@ def test_the_right_hand_side_may_be_spelt(right, expected):
 
 # ---- refusals: the kinds, with their reason
 @pytest.mark.parametrize("text, reason", [
-    ("", "no equation"), ("the spring swings", "no equation"), ("-(k/m)*x", "no equation"), ("{", "no equation"),
-    ('{"equation": 3}', "no text"), ('{"answer": "x"}', "no equation"), ("x = 3", "no equation"),
-    ("dx/dt = -k*x", "of second order"), ("d2y/dt2 = -k*x", "left-hand side is not d2x/dt2"),
-    ("m*d2x/dt2 = -k*x", "left-hand side"), ("so m d2x/dt2 = -k*x", "cannot read|left-hand side"),
+    ("", "no equation"),
+    ("the spring swings", "no equation"),
+    ("-(k/m)*x", "no equation"),
+    ("{", "no equation"),
+    ('{"equation": 3}', "no text"),
+    ('{"answer": "x"}', "no equation"),
+    ("x = 3", "no equation"),
+    ("dx/dt = -k*x", "of second order"),
+    ("d2y/dt2 = -k*x", "left-hand side is not d2x/dt2"),
+    ("m*d2x/dt2 = -k*x", "left-hand side"),
+    ("so m d2x/dt2 = -k*x", "cannot read|left-hand side"),
     ("2x'' = x", "left-hand side"),
-    ("(1/m)*d2x/dt2 = -k*x", "left-hand side"), ("b + x'' = x", "left-hand side"), ("-d2x/dt2 = x", "left-hand side"),
-    ("d2x/dt2 + k*x = 0", "left-hand side"), ("d2x/dt2 = ", "a value is missing"),
-    ("d2x/dt2 = -k*x = 0", "one ="), ("d2x/dt2 = -q*x", "unknown name: q"), ("d2x/dt2 = -K*x", "unknown name: K"),
-    ("d2x/dt2 = os.system(x)", "cannot read"), ("d2x/dt2 = __import__('os')", "cannot read"),
+    ("(1/m)*d2x/dt2 = -k*x", "left-hand side"),
+    ("b + x'' = x", "left-hand side"),
+    ("-d2x/dt2 = x", "left-hand side"),
+    ("d2x/dt2 + k*x = 0", "left-hand side"),
+    ("d2x/dt2 = ", "a value is missing"),
+    ("d2x/dt2 = -k*x = 0", "one ="),
+    ("d2x/dt2 = -q*x", "unknown name: q"),
+    ("d2x/dt2 = -K*x", "unknown name: K"),
+    ("d2x/dt2 = os.system(x)", "cannot read"),
+    ("d2x/dt2 = __import__('os')", "cannot read"),
     ("d2x/dt2 = x.y", "cannot read"),
-    ("d2x/dt2 = lambda: 0", "cannot read"), ("d2x/dt2 = open(x)", "unknown name"),
-    ("d2x/dt2 = x if x else k", "unknown name"), ("d2x/dt2 = x[0]", "cannot read"),
-    ("d2x/dt2 = k/2m", "ambiguous"), ("d2x/dt2 = 1/2x", "ambiguous"), ("d2x/dt2 = sin 2x", "ambiguous"),
-    ("d2x/dt2 = sin x^2", "ambiguous"), ("d2x/dt2 = -b*dx/dt^2", "ambiguous"), ("d2x/dt2 = sin", "brackets"),
-    ("d2x/dt2 = 2 3 x", "two numbers"), ("d2x/dt2 = (x", "missing"), ("d2x/dt2 = x)", "cannot read"),
-    ("d2x/dt2 = |x", "missing"), ("d2x/dt2 = x + + ", "missing"), ("d2x/dt2 = x ** * 2", "missing"),
+    ("d2x/dt2 = lambda: 0", "cannot read"),
+    ("d2x/dt2 = open(x)", "unknown name"),
+    ("d2x/dt2 = x if x else k", "unknown name"),
+    ("d2x/dt2 = x[0]", "cannot read"),
+    ("d2x/dt2 = k/2m", "ambiguous"),
+    ("d2x/dt2 = 1/2x", "ambiguous"),
+    ("d2x/dt2 = sin 2x", "ambiguous"),
+    ("d2x/dt2 = sin x^2", "ambiguous"),
+    ("d2x/dt2 = -b*dx/dt^2", "ambiguous"),
+    ("d2x/dt2 = sin", "brackets"),
+    ("d2x/dt2 = 2 3 x", "two numbers"),
+    ("d2x/dt2 = (x", "missing"),
+    ("d2x/dt2 = x)", "cannot read"),
+    ("d2x/dt2 = |x", "missing"),
+    ("d2x/dt2 = x + + ", "missing"),
+    ("d2x/dt2 = x ** * 2", "missing"),
     ("d2x/dt2 = x''", "second derivative"),
-    ("d2x/dt2 = x; d2x/dt2 = k", "two equations"), ("dx/dt = k; dv/dt = x", "velocity"),
+    ("d2x/dt2 = x; d2x/dt2 = k", "two equations"),
+    ("dx/dt = k; dv/dt = x", "velocity"),
     ("dx/dt = v", "no equation of motion"),
-    ("d2x/dt2 = x/0", "division by zero"), ("d2x/dt2 = 0/0", "division by zero"),
+    ("d2x/dt2 = x/0", "division by zero"),
+    ("d2x/dt2 = 0/0", "division by zero"),
     ("d2x/dt2 = 1/(x-x)", "division by zero"),
-    ("d2x/dt2 = log(0)", "no real value"), ("d2x/dt2 = sqrt(-1)", "no real value"),
+    ("d2x/dt2 = log(0)", "no real value"),
+    ("d2x/dt2 = sqrt(-1)", "no real value"),
     ("d2x/dt2 = (-8)^(1/3)", "no real value"),
-    ("d2x/dt2 = 0^-1", "no real value"), ("d2x/dt2 = cbrt(x)", "unknown name"), ("d2x/dt2 = x^99", "a power over"),
-    ("d2x/dt2 = 9^9^9", "exponent"), ("d2x/dt2 = 9**9**9**9", "exponent"),
+    ("d2x/dt2 = 0^-1", "no real value"),
+    ("d2x/dt2 = cbrt(x)", "unknown name"),
+    ("d2x/dt2 = x^99", "a power over"),
+    ("d2x/dt2 = 9^9^9", "exponent"),
+    ("d2x/dt2 = 9**9**9**9", "exponent"),
     ("d2x/dt2 = (9^9)^9", "power over|too large"),
-    ("d2x/dt2 = ((x^9)^9)^9", "power over"), ("d2x/dt2 = x^x^x", "exponent"), ("d2x/dt2 = 1e400", "number|large"),
-    ("d2x/dt2 = 1e31", "number|large"), ("d2x/dt2 = 1e20*1e20", "too large"), ("d2x/dt2 = exp(exp(exp(x)))", "nested"),
-    ("d2x/dt2 = sin(sin(sin(sin(sin(x)))))", "nested"), ("d2x/dt2 = exp(exp(99))", "too large"),
-    ("d2x/dt2 = " + "x+" * 60 + "x", "nodes"), ("d2x/dt2 = " + "x+" * 300 + "x", "characters"),
-    ("d2x/dt2 = " + "(" * 50 + "x" + ")" * 50, "brackets"), ("d2x/dt2 = 2!", "cannot read"),
+    ("d2x/dt2 = ((x^9)^9)^9", "power over"),
+    ("d2x/dt2 = x^x^x", "exponent"),
+    ("d2x/dt2 = 1e400", "number|large"),
+    ("d2x/dt2 = 1e31", "number|large"),
+    ("d2x/dt2 = 1e20*1e20", "too large"),
+    ("d2x/dt2 = exp(exp(exp(x)))", "nested"),
+    ("d2x/dt2 = sin(sin(sin(sin(sin(x)))))", "nested"),
+    ("d2x/dt2 = exp(exp(99))", "too large"),
+    ("d2x/dt2 = " + "x+" * 60 + "x", "nodes"),
+    ("d2x/dt2 = " + "x+" * 300 + "x", "characters"),
+    ("d2x/dt2 = " + "(" * 50 + "x" + ")" * 50, "brackets"),
+    ("d2x/dt2 = 2!", "cannot read"),
     ("d2x/dt2 = x == x", "one ="),
-    ("d2x/dt2 = х", "cannot read"), ("d2x/dt2 = e^(-x)", "unknown name: e"), ("d2x/dt2 = I*x", "unknown name: I"),
-    ("d2x/dt2 = \\sqrt[3]{x}", "cannot read"), ("d2x/dt2 = 3½x", "cannot read"), ("d2x/dt2 = 3 1/2 x", "two numbers"),
-    ("d2x/dt2 = -2x (2)", "ambiguous"), ("d2x/dt2 = x*", "missing"), ("d2x/dt2 = x^", "missing"), ("2ẍ = x",
-    "left-hand side"),
-    ("-ẍ = x", "left-hand side"), ("−\\ddot{x} = x", "left-hand side"), ("f(d2x/dt2) = x", "left-hand side"),
-    ("d2x/dt2 = \\frac 345", "frac needs"), ("d2x/d2t = x", "no equation"),
-    ("d2x/dt2 = -9.81 m/s^2", "unknown name: s"), ("d2x/dt2 = 1,000*x", "one ="), ("d2x/dt2 = 0x10*x", "unknown name"),
-    ("d2x/dt2 = 2e*x", "unknown name: e"), ("d2x/dt2 = log10(x)", "unknown name"), ("d2x/dt2 = x ± k", "cannot read"),
+    ("d2x/dt2 = х", "cannot read"),
+    ("d2x/dt2 = e^(-x)", "unknown name: e"),
+    ("d2x/dt2 = I*x", "unknown name: I"),
+    ("d2x/dt2 = \\sqrt[3]{x}", "cannot read"),
+    ("d2x/dt2 = 3½x", "cannot read"),
+    ("d2x/dt2 = 3 1/2 x", "two numbers"),
+    ("d2x/dt2 = -2x (2)", "ambiguous"),
+    ("d2x/dt2 = x*", "missing"),
+    ("d2x/dt2 = x^", "missing"),
+    ("2ẍ = x",
+     "left-hand side"),
+    ("-ẍ = x", "left-hand side"),
+    ("−\\ddot{x} = x", "left-hand side"),
+    ("f(d2x/dt2) = x", "left-hand side"),
+    ("d2x/dt2 = \\frac 345", "frac needs"),
+    ("d2x/d2t = x", "no equation"),
+    ("d2x/dt2 = -9.81 m/s^2", "unknown name: s"),
+    ("d2x/dt2 = 1,000*x", "one ="),
+    ("d2x/dt2 = 0x10*x", "unknown name"),
+    ("d2x/dt2 = 2e*x", "unknown name: e"),
+    ("d2x/dt2 = log10(x)", "unknown name"),
+    ("d2x/dt2 = x ± k", "cannot read"),
     ("d2x/dt2 = -kx/m; x(0) = 1", "left-hand side"),
     ("d2x/dt2 = x; dk/dt = 0; dm/dt = 0", "equations|left-hand side"),
     ("d2x/dt2 = x" + "; d2x/dt2 = x" * 9, "equations"),
@@ -148,15 +271,24 @@ JSON = ('{"equation": "d2x/dt2 = -(k/m)*x", "params": {"k": 4, "m": "2.5", "z": 
 
 
 @pytest.mark.parametrize("text", [
-    JSON, f"I think so.\n```json\n{JSON}\n```\nDone {{ok}}.", f"{JSON} {JSON}",
+    JSON,
+    f"I think so.\n```json\n{JSON}\n```\nDone {{ok}}.",
+    f"{JSON} {JSON}",
     '{"equation": "d2x/dt2 = 0"} no: ' + JSON,
     JSON.replace('"d2x/dt2 = -(k/m)*x"', '["dx/dt = v", "dv/dt = -(k/m)*x"]'),
     JSON.replace('"equation"', '"equations"'),
-    JSON.replace("d2x/dt2", "\\ddot{x}"), JSON.replace("-(k/m)", "-\\frac{k}{m}"),
-    JSON.replace("-(k/m)", "-\\\\frac{k}{m}"), JSON.replace('"equation"', '"Equation"'), JSON.replace('a"}', 'a",}'),
-    JSON.replace('"', "'").replace(", 'q': true", ""), f"\\boxed{{{JSON}}}",
-    JSON.replace("d2x/dt2 = -(k/m)*x", "$$\\\\ddot{x} = -\\\\frac{k}{m}x$$"), JSON.replace("*x\"", "*x.\""),
-    JSON.replace("d2x", "The equation is d2x"), JSON.replace("*x\"", "*x, where k is the stiffness\"")])
+    JSON.replace("d2x/dt2", "\\ddot{x}"),
+    JSON.replace("-(k/m)", "-\\frac{k}{m}"),
+    JSON.replace("-(k/m)", "-\\\\frac{k}{m}"),
+    JSON.replace('"equation"', '"Equation"'),
+    JSON.replace('a"}', 'a",}'),
+    JSON.replace('"', "'").replace(", 'q': true", ""),
+    f"\\boxed{{{JSON}}}",
+    JSON.replace("d2x/dt2 = -(k/m)*x", "$$\\\\ddot{x} = -\\\\frac{k}{m}x$$"),
+    JSON.replace("*x\"", "*x.\""),
+    JSON.replace("d2x", "The equation is d2x"),
+    JSON.replace("*x\"", "*x, where k is the stiffness\""),
+])
 def test_the_last_json_answer_counts_wherever_it_stands(text):
     written, stated = read_answer(text)
     assert stated == {"k": 4.0, "m": 2.5}
@@ -193,27 +325,47 @@ def test_stated_values_are_the_answers_own_and_may_name_constants():
 
 
 @pytest.mark.parametrize("system_id, text", [
-    ("simple_pendulum", "θ̈ = −(g/L)·sin θ"), ("simple_pendulum", "\\ddot\\theta = -\\frac{g}{L}\\sin{\\theta}"),
-    ("simple_pendulum", "dθ/dt = ω, dω/dt = -g/L sinθ"), ("damped_pendulum", "θ'' = -gsin(θ)/L - bθ'"),
+    ("simple_pendulum", "θ̈ = −(g/L)·sin θ"),
+    ("simple_pendulum", "\\ddot\\theta = -\\frac{g}{L}\\sin{\\theta}"),
+    ("simple_pendulum", "dθ/dt = ω, dω/dt = -g/L sinθ"),
+    ("damped_pendulum", "θ'' = -gsin(θ)/L - bθ'"),
     ("damped_pendulum", "\\frac{d^2\\theta}{dt^2} = -b\\frac{d\\theta}{dt} - \\frac{g}{L}\\sin\\left(\\theta\\right)"),
-    ("exponential_decay", "\\frac{dN(t)}{dt} = -\\lambda N(t)"), ("exponential_decay", "Ṅ = -λN"),
-    ("rc_discharge", "dV/dt = -\\frac{V}{RC}"), ("newton_cooling", "dT/dt = -h(T − Tₐ)"),
-    ("newton_cooling", "\\dot T = h(T_{\\text{a}} - T)"), ("free_fall_drag", "y'' = -g - (c/m) y'|y'|"),
-    ("free_fall_drag", "d2y/dt2 = -g - c/m*v**2*sgn(v)"), ("logistic_growth",
-    "N' = rN\\left(1 - \\frac{N}{K}\\right)"),
-    ("logistic_growth", "dN/dt = r N - r N²/K"), ("van_der_pol", "ẍ = μ(1-x²)ẋ - x"),
-    ("lotka_volterra", "ẋ = αx − βxy; ẏ = δxy − γy"), ("driven_damped_spring", "x'' = (F cos(wt) - kx - bx')/m"),
+    ("exponential_decay", "\\frac{dN(t)}{dt} = -\\lambda N(t)"),
+    ("exponential_decay", "Ṅ = -λN"),
+    ("rc_discharge", "dV/dt = -\\frac{V}{RC}"),
+    ("newton_cooling", "dT/dt = -h(T − Tₐ)"),
+    ("newton_cooling", "\\dot T = h(T_{\\text{a}} - T)"),
+    ("free_fall_drag", "y'' = -g - (c/m) y'|y'|"),
+    ("free_fall_drag", "d2y/dt2 = -g - c/m*v**2*sgn(v)"),
+    ("logistic_growth",
+     "N' = rN\\left(1 - \\frac{N}{K}\\right)"),
+    ("logistic_growth", "dN/dt = r N - r N²/K"),
+    ("van_der_pol", "ẍ = μ(1-x²)ẋ - x"),
+    ("lotka_volterra", "ẋ = αx − βxy; ẏ = δxy − γy"),
+    ("driven_damped_spring", "x'' = (F cos(wt) - kx - bx')/m"),
     ("lotka_volterra", "\\frac{dx}{dt} = \\alpha x - \\beta x y, \\quad \\frac{dy}{dt} = \\delta x y - \\gamma y"),
     ("projectile_drag", "ẍ = -(c/m)ẋ√(ẋ²+ẏ²); ÿ = -g - (c/m)ẏ√(ẋ²+ẏ²)"),
-    ("projectile_drag", "dv_x/dt = -(c/m)v_x*sqrt(v_x^2+v_y^2), dv_y/dt = -g-(c/m)v_y*sqrt(v_x^2+v_y^2)")])
+    ("projectile_drag", "dv_x/dt = -(c/m)v_x*sqrt(v_x^2+v_y^2), dv_y/dt = -g-(c/m)v_y*sqrt(v_x^2+v_y^2)"),
+])
 def test_the_true_equation_is_recovered_in_the_notation_of_textbooks(system_id, text):
     verdict = score_answer(text, make_instance(system_id, 0))
     assert verdict["match"] >= 0.999 and verdict["recovered"], verdict["reason"]
 
 
 @pytest.mark.parametrize("right, operators", [
-    ("-9.81", 1), ("2.5*x", 1), ("0.5*x + 0.3*v", 3), ("x/2", 1), ("sqrt(x)", 1), ("x^(1/3)", 2), ("-(k/m)*x", 3),
-    ("sin(0.5*x) + sin(0.3*x)", 5), ("1/sqrt(x)", 2), ("0", 0), ("x - 0.5*v", 2), ("x^2 + abs(v)", 3)])
+    ("-9.81", 1),
+    ("2.5*x", 1),
+    ("0.5*x + 0.3*v", 3),
+    ("x/2", 1),
+    ("sqrt(x)", 1),
+    ("x^(1/3)", 2),
+    ("-(k/m)*x", 3),
+    ("sin(0.5*x) + sin(0.3*x)", 5),
+    ("1/sqrt(x)", 2),
+    ("0", 0),
+    ("x - 0.5*v", 2),
+    ("x^2 + abs(v)", 3),
+])
 def test_operators_are_counted_and_numbers_are_none(right, operators):
     assert parse_equation(f"x'' = {right}", "spring").operators == operators
 
@@ -249,21 +401,14 @@ def test_f06_unicode_signs():
 ROBERTSON = ("dx/dt = -0.04*x + 1e4*y*z; dy/dt = 0.04*x - 1e4*y*z - 3e7*y^2; dz/dt = 3e7*y^2")
 
 
-class First:
-    order, velocity = 1, ""
-
-    def __init__(self, name):
-        self.name = name
-
-
 @pytest.mark.parametrize("initial, seconds, text", [
-    ({"x": 1.0, "y": 0.0, "z": 0.0}, 1e5, ROBERTSON), ({"x": 1.0, "y": 1.0, "z": 1.0}, 10.0, ROBERTSON.replace("3e7",
-    "-3e7")),
+    ({"x": 1.0, "y": 0.0, "z": 0.0}, 1e5, ROBERTSON),
+    ({"x": 1.0, "y": 1.0, "z": 1.0}, 10.0, ROBERTSON.replace("3e7",
+     "-3e7")),
     ({"x": 1.0, "y": 1.0, "z": 1.0}, 10.0, "dx/dt = sin(1e9*t); dy/dt = cos(1e9*x); dz/dt = tan(1e6*t)"),
-    ({"x": 1.0, "y": 1.0, "z": 1.0}, 10.0, "dx/dt = sign(sin(1e7*x)); dy/dt = -1e12*y*sign(x - y); dz/dt = x")])
+    ({"x": 1.0, "y": 1.0, "z": 1.0}, 10.0, "dx/dt = sign(sin(1e7*x)); dy/dt = -1e12*y*sign(x - y); dz/dt = x"),
+])
 def test_f07_a_stiff_system_ends_within_the_limits(initial, seconds, text):
-    from tasks.physics.equations import parse
-
     equation = parse(text, [First(name) for name in "xyz"], [])
     with quick():
         try:
@@ -288,10 +433,13 @@ def test_f08_f09_f11_what_is_not_finite_or_not_real_is_a_failure_score(right, re
 
 
 @pytest.mark.parametrize("text, names", [
-    ("c / sqrt((m/m_0)^2 - 1)", "c m m_0"), ("-(k/m)*x - (b/m)*v", "k m x b v"),
+    ("c / sqrt((m/m_0)^2 - 1)", "c m m_0"),
+    ("-(k/m)*x - (b/m)*v", "k m x b v"),
     ("a^(1/3) + 2.5*sin(w*t)^2*exp(-t/3)", "a w t"),
-    ("1/(1 + abs(x)^1.5) - tanh(x)*sign(x)", "x"), ("lambda*N*(1 - N/K)", "lambda N K"),
-    ("log(x)^-2*sqrt(abs(x))", "x")])
+    ("1/(1 + abs(x)^1.5) - tanh(x)*sign(x)", "x"),
+    ("lambda*N*(1 - N/K)", "lambda N K"),
+    ("log(x)^-2*sqrt(abs(x))", "x"),
+])
 def test_f10_an_expression_round_trips(text, names):
     found = parse_expression(text, names.split())
     assert parse_expression(str(found), names.split()) == found

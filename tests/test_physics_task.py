@@ -362,7 +362,7 @@ def test_workers_end_with_their_owner(tmp_path, how):
     script = f"""
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
-from tasks.workers import Workers
+from sandbox.workers import Workers
 w = Workers("hang_jobs:work", 2, 1.0)
 print(*[r[1] for r in w.map(["a", "b"])], flush=True)
 print(w.process.pid, flush=True)

@@ -1,5 +1,6 @@
 """The smoke preset learns, a reward that says nothing teaches nothing, and the warm-started tiny model is kept."""
 
+import itertools
 import json
 import multiprocessing
 import random
@@ -29,21 +30,26 @@ def test_a_short_smoke_run_learns_to_finish_the_work(command, tmp_path):
     ended = command(*SHORT, "--out", tmp_path, "--name", "smoke")
     assert ended.code == 0
     first, last = accuracies(tmp_path / "smoke")
-    assert first < 0.5 and last - first >= 0.3
+    assert first < 0.5
+    assert last - first >= 0.3
     rows = read_csv(tmp_path / "smoke")
-    assert [row["step"] for row in rows] == [str(step) for step in range(1, 31)]
+    steps = [int(row["step"]) for row in rows]
+    assert steps == list(range(1, 31))
     assert all(float(row["grad_norm"]) > 0 for row in rows[:5])
 
 
 def ignore_the_text(task: type, monkeypatch) -> None:
     """Rewards drawn at random take the place of the task's; what evaluation reads of a score stays as it is."""
-    judge, luck = task.score_all, random.Random(0)
+    judge = task.score_all
+    luck = random.Random(0)
 
     def score_all(self, groups):
         scored = judge(self, groups)
-        for each in (score for scores in scored for score in scores if score.reward is not None):
-            each.reward = luck.random()
-            each.parts = dict.fromkeys(each.parts, 0.0) | {next(iter(each.parts)): each.reward}
+        for score in itertools.chain(*scored):
+            if score.reward is not None:
+                first = next(iter(score.parts))
+                score.reward = luck.random()
+                score.parts = dict.fromkeys(score.parts, 0.0) | {first: score.reward}
         return scored
 
     monkeypatch.setattr(task, "score_all", score_all)
@@ -72,16 +78,18 @@ def test_a_reward_that_ignores_the_text_teaches_no_task_anything(command, tmp_pa
 def test_the_smoke_run_solves_its_task_on_every_seed(command, tmp_path, seed):
     assert command("--preset", "smoke", "--seed", seed, "--out", tmp_path, "--name", "smoke").code == 0
     values = accuracies(tmp_path / "smoke")
-    assert values[0] <= 0.3 and values[-1] >= 0.9
+    assert values[0] <= 0.3
+    assert values[-1] >= 0.9
 
 
 # ---- the tiny model's cache
-def warm_start(task, say):
+def warm_start(task, log):
     """Stands for the warm start: the same kind of model and tokenizer, untrained."""
     prompts = task.demonstration_prompts()[:50]
     tokenizer = models.tiny.tiny_tokenizer([prompt.messages[-1]["content"] for prompt in prompts])
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **models.tiny.TINY))
-    say("built")
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **models.tiny.TINY)
+    model = transformers.LlamaForCausalLM(config)
+    log("built")
     return model, tokenizer
 
 
@@ -126,7 +134,7 @@ def test_another_recipe_is_another_model(cache, monkeypatch):
 
 
 def test_nothing_half_built_is_left_or_used(cache, monkeypatch):
-    def fail(task, say):
+    def fail(task, log):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(models.tiny, "warm_start", fail)
@@ -147,7 +155,8 @@ def build(barrier, results):
 
 def test_processes_that_start_at_once_all_get_the_tiny_model(cache):
     context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(3), context.Queue()
+    barrier = context.Barrier(3)
+    results = context.Queue()
     processes = [context.Process(target=build, args=(barrier, results)) for _ in range(3)]
     for process in processes:
         process.start()
@@ -155,7 +164,9 @@ def test_processes_that_start_at_once_all_get_the_tiny_model(cache):
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    assert len({folder for folder, _, _ in ended}) == 1 and len({size for _, _, size in ended}) == 1
+    folders = {folder for folder, _, _ in ended}
+    sizes = {size for _, _, size in ended}
+    assert len(folders) == 1 and len(sizes) == 1
     assert [path.name for path in cache.iterdir()] == [Path(ended[0][0]).name]
 
 
@@ -171,12 +182,14 @@ def test_a_cache_folder_that_cannot_be_made_is_one_sentence(tmp_path, monkeypatc
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     ended = command("--preset", "smoke", "--out", tmp_path / "runs")
-    assert ended.code == 2 and "XDG_CACHE_HOME" in ended.err and len(ended.err.splitlines()) == 1
+    assert ended.code == 2 and "XDG_CACHE_HOME" in ended.err
+    assert len(ended.err.splitlines()) == 1
 
 
 def test_a_task_without_demonstrations_cannot_warm_start_the_tiny_model(words, command, tmp_path):
     ended = command("--task", f"{words.file}:Words", "--model", "tiny", "--out", tmp_path)
-    assert ended.code == 2 and "demonstrations" in ended.err and not list(tmp_path.iterdir())
+    assert ended.code == 2 and "demonstrations" in ended.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_tiny_model_is_the_one_that_was_described():
@@ -187,9 +200,9 @@ def test_the_tiny_model_is_the_one_that_was_described():
 def test_the_cached_folder_is_a_whole_model_with_its_tokenizer(cache):
     folder, _ = tiny()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id and tokenizer.chat_template
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert tokenizer.chat_template
     text = "Tom has 12 pens.\nHow many?"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-
-
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]

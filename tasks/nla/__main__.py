@@ -5,8 +5,10 @@ import sys
 import transformers
 
 from data import UserError
-from tasks.nla import prepare, warm
+from tasks.nla.prepare import prepare_command
+from tasks.nla.warm import reconstructor_command, verbalizer_command
 
+COMMANDS = {"prepare": prepare_command, "sft": verbalizer_command, "reconstruct": reconstructor_command}
 USAGE = "usage: python -m tasks.nla prepare|sft|reconstruct [--help] …"
 
 
@@ -15,17 +17,12 @@ def main(argv: list[str]) -> None:
     command = argv[0] if argv else ""
     if command in ("-h", "--help"):
         print(USAGE)
-        return
-    if command not in ("prepare", "sft", "reconstruct"):
+        sys.exit(0)
+    if command not in COMMANDS:
         print(USAGE, file=sys.stderr)
         sys.exit(2)
     try:
-        if command == "prepare":
-            prepare.prepare_command(prepare.read_flags(argv[1:]))
-        elif command == "sft":
-            warm.verbalizer_command(warm.read_flags(command, argv[1:]))
-        else:
-            warm.reconstructor_command(warm.read_flags(command, argv[1:]))
+        COMMANDS[command](argv[1:])
     except UserError as error:
         print("error:", error, file=sys.stderr)
         sys.exit(2)

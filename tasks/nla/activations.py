@@ -1,4 +1,6 @@
-"""Activations and the text they come from: the files of task `nla`, and how they are read. `python -m tasks.nla prepare` makes them (tasks/nla/prepare.py).
+"""Activations and the text they come from: the files of task `nla`, and how they are read.
+
+`python -m tasks.nla prepare` makes them (tasks/nla/prepare.py).
 
 A parquet file has a row an activation: `prompt` (chat messages, the user's holds <INJECT>), `activation_vector` (d
 floats), `doc_id`, and, where known, `text` (what an explanation may say), `source` (the document) and `quirk` (what
@@ -76,12 +78,15 @@ OPTIONAL = ("suffix_ids", "final_norm")
 def sidecar_of(path: str | Path) -> Path:
     """The sidecar of a parquet file or a folder; a sidecar's own path is itself. UserError where there is none."""
     path = Path(path)
+    endings = ("yaml", "yml", "json")
+    shared = [f"nla_meta.{ending}" for ending in endings]
     if path.suffix in (".yaml", ".yml", ".json"):
         places = [path]
+    elif path.is_dir():
+        places = [path / name for name in shared]
     else:
-        folder, own = (path, []) if path.is_dir() else (path.parent, [f"{path.name}.nla_meta.{end}"
-                                                                      for end in ("yaml", "yml", "json")])
-        places = [folder / name for name in [*own, "nla_meta.yaml", "nla_meta.yml", "nla_meta.json"]]
+        own = [f"{path.name}.nla_meta.{ending}" for ending in endings]
+        places = [path.parent / name for name in own + shared]
     for place in places:
         if place.is_file():
             return place
@@ -103,14 +108,13 @@ def read_meta(path: str | Path, tokenizer) -> Meta:
         raise UserError(f"{place}: the marker {meta.marker!r} is token {meta.marker_id} there and {ids} for this "
                         "model's tokenizer; make the file with this model")
     parquet = data_file(path, must=False)
-    if parquet is not None:
-        first = next(iter(read_rows(parquet, 1, meta)), None)
-        if first is not None:
-            found = neighbours(tokenizer, first.prompt, meta.marker_id, str(place))
-            if found != (meta.left_id, meta.right_id):
-                raise UserError(f"{place}: the marker stands between tokens {meta.left_id} and {meta.right_id} there, "
-                                f"and between {found[0]} and {found[1]} for this tokenizer and chat template; make the "
-                                "file with this model")
+    rows = [] if parquet is None else list(read_rows(parquet, 1, meta))
+    for first in rows:
+        left, right = neighbours(tokenizer, first.prompt, meta.marker_id, str(place))
+        if (left, right) != (meta.left_id, meta.right_id):
+            raise UserError(f"{place}: the marker stands between tokens {meta.left_id} and {meta.right_id} there, and "
+                            f"between {left} and {right} for this tokenizer and chat template; make the file with this "
+                            "model")
     return meta
 
 
@@ -132,21 +136,21 @@ def parse_meta(raw: dict, place: str | Path) -> Meta:
     """The fields of a sidecar, by type and range. UserError names the first that cannot be used."""
     found: dict[str, Any] = {}
     for name, keys in KEYS.items():
-        for key in keys:
-            value: Any = raw
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            if value is not None:
-                found[name] = value
-                break
-        if name not in found and name not in OPTIONAL:
+        values = [value_at(raw, key) for key in keys]
+        known = [value for value in values if value is not None]
+        if known:
+            found[name] = known[0]
+        elif name not in OPTIONAL:
             raise UserError(f"{place} lacks {name} (or {keys[1]})")
     for name in ("layer", "d", "marker_id", "left_id", "right_id"):
-        if type(found[name]) is not int or found[name] < (name == "d"):
-            raise UserError(f"{place}: {name} is {found[name]!r}, it must be a whole number from {int(name == 'd')}")
+        value = found[name]
+        least = 1 if name == "d" else 0
+        if type(value) is not int or value < least:
+            raise UserError(f"{place}: {name} is {value!r}, it must be a whole number from {least}")
     for name in ("model", "marker", "template"):
-        if not isinstance(found[name], str) or not found[name]:
-            raise UserError(f"{place}: {name} is {found[name]!r}, it must be text")
+        value = found[name]
+        if not isinstance(value, str) or not value:
+            raise UserError(f"{place}: {name} is {value!r}, it must be text")
     found["scale"] = parse_scale(found["scale"], found["d"], place)
     suffix = found.get("suffix_ids", ())
     if not isinstance(suffix, list | tuple) or any(type(i) is not int for i in suffix):
@@ -154,6 +158,14 @@ def parse_meta(raw: dict, place: str | Path) -> Meta:
     if not isinstance(found.get("final_norm", False), bool):
         raise UserError(f"{place}: final_norm is {found['final_norm']!r}, it must be true or false")
     return Meta(**found | {"suffix_ids": tuple(suffix)})
+
+
+def value_at(raw: dict, key: str) -> Any:
+    """What stands in nested mappings at a key with dots; None where nothing does."""
+    value: Any = raw
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def parse_scale(raw: Any, d: int, place: str | Path) -> float:
@@ -178,9 +190,10 @@ def check_template(meta: Meta, tokenizer, place: Path) -> None:
         raise UserError(f"{place}: the template ends with {SLOT} (is it truncated?); the token that is read must "
                         "follow the explanation")
     unclosed = [tag for tag in re.findall(r"<(\w+)>", head) if f"</{tag}>" not in tail]
-    if unclosed or tail.count("<") != tail.count(">"):
-        raise UserError(f"{place}: the template is truncated, <{unclosed[0] if unclosed else '…'}> is not closed: "
-                        f"{meta.template[-60:]!r}")
+    if tail.count("<") != tail.count(">"):
+        unclosed.append("…")
+    if unclosed:
+        raise UserError(f"{place}: the template is truncated, <{unclosed[0]}> is not closed: {meta.template[-60:]!r}")
     now = tuple(suffix_of(tokenizer, meta.template))
     if meta.suffix_ids and now[-len(meta.suffix_ids):] != meta.suffix_ids:
         raise UserError(f"{place}: the template ends in tokens {list(now)} for this tokenizer, not in "
@@ -198,11 +211,12 @@ def neighbours(tokenizer, messages: list[dict], marker_id: int, where: str = "th
         raise UserError("the tokenizer has no chat template; take an instruct model or give --chat-template FILE")
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    places = [i for i, token in enumerate(ids) if token == marker_id]
-    if len(places) != 1 or not 0 < places[0] < len(ids) - 1:
-        raise UserError(f"{where}: the marker's token {marker_id} is {len(places)} times in the rendered prompt; it "
-                        "must be there once, with a token on either side")
-    return ids[places[0] - 1], ids[places[0] + 1]
+    count = ids.count(marker_id)
+    at = ids.index(marker_id) if count else 0
+    if count != 1 or not 0 < at < len(ids) - 1:
+        raise UserError(f"{where}: the marker's token {marker_id} is {count} times in the rendered prompt; it must be "
+                        "there once, with a token on either side")
+    return ids[at - 1], ids[at + 1]
 
 
 # ------------------------------------------------------------------------------------------------ the reader
@@ -247,7 +261,8 @@ def read_rows(path: str | Path, max_rows: int, meta: Meta, bad: BadRecords | Non
         file = pa.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
         columns = _columns(file.schema_arrow, path)
         count = max(1, min(1024, BATCH_BYTES // (4 * meta.d), max_rows or 1024))
-        given, at = 0, 0
+        given = 0
+        at = 0
         for group in range(file.num_row_groups):
             for batch in file.iter_batches(count, row_groups=[group], columns=columns):
                 for row in _rows_of(batch, at, meta, bad):
@@ -282,21 +297,13 @@ def _columns(schema, path: Path) -> list[str]:
 
 def _rows_of(batch, at: int, meta: Meta, bad: BadRecords) -> Iterator[ActivationRow]:
     """The usable rows of a record batch, whose first row has the number `at` in the file."""
-    column, size = batch.column("activation_vector"), len(batch)
-    if hasattr(column, "offsets"):
-        edges = np.from_dlpack(column.offsets)  # to_numpy would import pandas: a second before the first row
-    else:  # lists of one size
-        edges = (column.offset + np.arange(size + 1)) * column.type.list_size
-    with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite and is counted below
-        flat = column.values
-        values = (flat.to_numpy(zero_copy_only=False) if flat.null_count else np.from_dlpack(flat)).astype(np.float32)
-    missing = {i for i in range(size) if not column[i].is_valid} if column.null_count else ()
+    vectors, edges, missing = _vectors_of(batch.column("activation_vector"))
     others = batch.select([name for name in batch.schema.names if name != "activation_vector"]).to_pylist()
     last: tuple[Any, Any] = (None, None)  # equal prompts are one object
     for i, record in enumerate(others):
         bad.total += 1
         try:
-            vector = values[edges[i] : edges[i + 1]]
+            vector = vectors[edges[i] : edges[i + 1]]
             if len(vector) != meta.d or i in missing:
                 raise ValueError(f"activation_vector has not {meta.d} numbers")
             if not np.isfinite(vector).all() or not vector.any():
@@ -305,7 +312,10 @@ def _rows_of(batch, at: int, meta: Meta, bad: BadRecords) -> Iterator[Activation
                 raise ValueError("no doc_id")
             if record["prompt"] != last[0]:
                 last = record["prompt"], put_marker(record["prompt"], meta.marker)
-            texts = {name: record[name] if isinstance(record.get(name), str) else None for name in OPTIONAL_COLUMNS}
+            texts = {}
+            for name in OPTIONAL_COLUMNS:
+                value = record.get(name)
+                texts[name] = value if isinstance(value, str) else None
             row = ActivationRow(last[1], vector.copy(), str(record["doc_id"]), **texts)
         except ValueError as reason:
             bad.add(str(reason), f"row {at + i + 1}")
@@ -313,20 +323,45 @@ def _rows_of(batch, at: int, meta: Meta, bad: BadRecords) -> Iterator[Activation
         yield row
 
 
+def _vectors_of(column) -> tuple[np.ndarray, np.ndarray, set[int]]:
+    """Of a column of lists all numbers in float32, the edges of the rows' shares of them, and the rows without a list.
+
+    Row i has numbers[edges[i] : edges[i + 1]].
+    """
+    size = len(column)
+    if hasattr(column, "offsets"):
+        edges = np.from_dlpack(column.offsets)  # to_numpy would import pandas: a second before the first row
+    else:  # lists of one size
+        edges = (column.offset + np.arange(size + 1)) * column.type.list_size
+    flat = column.values
+    numbers = flat.to_numpy(zero_copy_only=False) if flat.null_count else np.from_dlpack(flat)
+    with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite and is counted as bad
+        numbers = numbers.astype(np.float32)
+    missing = {i for i in range(size) if not column[i].is_valid} if column.null_count else set()
+    return numbers, edges, missing
+
+
 def put_marker(messages: Any, marker: str) -> list[dict]:
     """Chat messages with the marker in place of <INJECT>. ValueError(reason) where that cannot be done."""
-    if not isinstance(messages, list) or not messages or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in messages):
+    if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
         raise ValueError("prompt is no list of messages with role and content")
-    count = sum(m["content"].count(PLACEHOLDER) for m in messages)
+    count = sum(message["content"].count(PLACEHOLDER) for message in messages)
     if count != 1:
         raise ValueError("several placeholders in the prompt" if count else "no placeholder in the prompt")
-    if any(marker in m["content"] for m in messages):
+    if any(marker in message["content"] for message in messages):
         raise ValueError("the marker itself is in the prompt")
-    if not any(PLACEHOLDER in m["content"] for m in messages if m["role"] == "user"):
-        raise ValueError("the placeholder is not in a user message")
-    return [{"role": m["role"], "content": m["content"].replace(PLACEHOLDER, marker)} for m in messages]
+    out = []
+    for message in messages:
+        text = message["content"]
+        if PLACEHOLDER in text and message["role"] != "user":
+            raise ValueError("the placeholder is not in a user message")
+        out.append({"role": message["role"], "content": text.replace(PLACEHOLDER, marker)})
+    return out
+
+
+def is_message(m: Any) -> bool:
+    """Whether something is a chat message: role and content, both text."""
+    return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
 
 
 def split_by_document(rows: list[ActivationRow], held_share: float, seed: int
@@ -340,13 +375,16 @@ def split_by_document(rows: list[ActivationRow], held_share: float, seed: int
     if len(ids) < 2:
         raise UserError("all rows are of one document; held-out rows need a document of their own")
     count = sum(seed_of(seed, "held-out document", name) < held_share * 2**63 for name in ids)
-    held = set(ids[: min(max(count, 1), len(ids) - 1)])
-    return [row for row in rows if row.doc_id not in held], [row for row in rows if row.doc_id in held]
+    some = min(max(count, 1), len(ids) - 1)
+    held = set(ids[:some])
+    train = [row for row in rows if row.doc_id not in held]
+    return train, [row for row in rows if row.doc_id in held]
 
 
 def tokenizer_of(model: str):
     try:
         return transformers.AutoTokenizer.from_pretrained(model)
     except Exception as error:  # hub, tokenizers: each has its own classes
-        raise UserError(f"--model {model}: no tokenizer can be loaded from there ({type(error).__name__}: "
-                        f"{' '.join(str(error).split())[:200]}); task nla takes a folder or a hub id") from error
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--model {model}: no tokenizer can be loaded from there ({type(error).__name__}: {reason}); "
+                        "task nla takes a folder or a hub id") from error

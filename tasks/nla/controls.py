@@ -14,25 +14,23 @@ WORD = re.compile(r"[^\W\d_]{4,}|\d+")
 
 def cjk_share(text: str) -> float:
     """Share of CJK characters among those that are not blank."""
-    return len(CJK.findall(text)) / max(1, len(re.sub(r"\s", "", text)))
+    written = re.sub(r"\s", "", text)
+    return len(CJK.findall(text)) / max(1, len(written))
 
 
 def replace_words(texts: Sequence[str], seed: int) -> list[str]:
     """The texts with every content word (four letters or more, or a number) replaced by one of another text, of the
     same kind (capitalised, lower case, number) where there is any: the control for texts of any origin."""
-    def kind(word: str) -> str:
-        return "number" if word[0].isdigit() else "name" if word[0].isupper() else "word"
-
     pools: dict[str, list[tuple[str, int]]] = {}
     for i, text in enumerate(texts):
         for word in WORD.findall(text):
-            pools.setdefault(kind(word), []).append((word, i))
+            pools.setdefault(kind_of(word), []).append((word, i))
     out = []
     for i, text in enumerate(texts):
         rng = rng_of(seed, "replaced words", i)
 
         def swap(match: re.Match, i=i, rng=rng) -> str:
-            pool = pools[kind(match[0])]
+            pool = pools[kind_of(match[0])]
             for _ in range(8):  # by rejection: nearly all words of a pool are another text's and another word
                 word, owner = pool[int(rng.integers(len(pool)))]
                 if owner != i and word != match[0]:
@@ -43,12 +41,21 @@ def replace_words(texts: Sequence[str], seed: int) -> list[str]:
     return out
 
 
+def kind_of(word: str) -> str:
+    """Which words may take a word's place."""
+    if word[0].isdigit():
+        return "number"
+    return "name" if word[0].isupper() else "word"
+
+
 def others(found: list[tuple[Any, Prompt]]) -> list[tuple[Any, Prompt]]:
     """For each pair, the next one that is of another document (itself where there is none)."""
     out = []
-    for i, (_, prompt) in enumerate(found):
-        turned = (*found[i + 1 :], *found[:i])
-        out.append(next((pair for pair in turned if pair[1].meta["doc_id"] != prompt.meta["doc_id"]), found[i]))
+    for i, pair in enumerate(found):
+        own = pair[1].meta["doc_id"]
+        following = found[i + 1 :] + found[:i]
+        different = [other for other in following if other[1].meta["doc_id"] != own]
+        out.append(different[0] if different else pair)
     return out
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import re
 
+import numpy as np
+
 from data import UserError, rng_of
 
 # ------------------------------------------------------------------------------------------------ generated documents
@@ -49,7 +51,8 @@ class Document:
         """The caption of the state after `text[:end]`, one of `cuts`: the last word, what follows, what was said."""
         if self.caption is None:
             return None
-        return f"after {re.findall(r'[A-Za-z]+', self.text[:end])[-1]}: {self.cuts[end]}; {self.caption}"
+        last = re.findall("[A-Za-z]+", self.text[:end])[-1]
+        return f"after {last}: {self.cuts[end]}; {self.caption}"
 
 
 def documents(n: int, seed: int) -> list[Document]:
@@ -58,31 +61,43 @@ def documents(n: int, seed: int) -> list[Document]:
     for i in range(20 * n):
         if len(found) == n:
             break
-        rng = rng_of(seed, "document", i)
-        verb, first, last = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
-        slots = {kind: words[int(rng.integers(len(words)))] for kind, words in WORDS.items()}
-        start, text = len(first.format(**slots)), (first + last).format(**slots)
-        text = text[0].upper() + text[1:]
-        ends = [match.end() for match in re.finditer(r"[A-Za-z]+", text) if match.end() > start]
-        following = [re.match(r"[ ,]*([A-Za-z]*)", text[end:])[1] for end in ends]
-        cuts = {end: KIND.get(word, word or "end") for end, word in zip(ends, following, strict=True)}
-        caption = "{name} {verb} {number} {colour} {item}, {place}".format(verb=verb, **slots)
-        found.setdefault(text, Document(text, caption, slots, cuts))
+        document = draw_document(rng_of(seed, "document", i))
+        found.setdefault(document.text, document)
     if len(found) < n:
         raise UserError(f"the generator has no {n} different documents; ask for fewer")
     return list(found.values())
 
 
+def draw_document(rng: np.random.Generator) -> Document:
+    """A template with every slot filled, its caption and its cuts."""
+    verb, first, last = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
+    slots = {kind: words[int(rng.integers(len(words)))] for kind, words in WORDS.items()}
+    start = len(first.format(**slots))
+    text = (first + last).format(**slots)
+    text = text[0].upper() + text[1:]
+    cuts = {}
+    for match in re.finditer(r"[A-Za-z]+", text):
+        end = match.end()
+        if end > start:
+            word = re.match(r"[ ,]*([A-Za-z]*)", text[end:])[1]
+            cuts[end] = KIND.get(word, word or "end")
+    caption = "{name} {verb} {number} {colour} {item}, {place}".format(verb=verb, **slots)
+    return Document(text, caption, slots, cuts)
+
+
 def randomise_slots(text: str, seed: int, share: float = 1.0) -> str:
     """The text with content words of the generator (names, items, colours, places, numbers) each replaced by another
     one of its kind: every one, or each with probability `share`. The same word gets the same replacement throughout."""
-    rng, swaps = rng_of(seed, "slots", text), {}
+    rng = rng_of(seed, "slots", text)
+    swaps: dict[str, str] = {}
 
     def swap(match: re.Match) -> str:
-        word = match[0].lower() if match[0].lower() in KIND else match[0]
+        lower = match[0].lower()
+        word = lower if lower in KIND else match[0]
         if word not in swaps:
             others = [other for other in WORDS[KIND[word]] if other != word]
-            swaps[word] = others[int(rng.integers(len(others)))] if rng.random() < share else word
+            replaced = rng.random() < share
+            swaps[word] = others[int(rng.integers(len(others)))] if replaced else word
         return swaps[word] if match[0] == word else swaps[word].capitalize()
 
     numbers = "|".join(word.capitalize() for word in WORDS["number"])  # a sentence may begin with one

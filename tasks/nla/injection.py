@@ -19,8 +19,8 @@ EPSILON = 1e-9
 
 def decoder_layers(hf) -> nn.ModuleList:
     """The decoder layers of a Hugging Face causal LM (or of its base model): Llama, Qwen, GPT-2, GPT-NeoX and alike."""
-    base, count = hf.base_model, hf.config.get_text_config().num_hidden_layers
-    found = [m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    count = hf.config.get_text_config().num_hidden_layers
+    found = [m for m in hf.base_model.children() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(found) != 1:
         raise UserError(f"the decoder layers of a {type(hf).__name__} cannot be found; take a Llama-, Qwen- or "
                         "GPT-2-style model")
@@ -33,8 +33,21 @@ def added(h: Tensor, v: Tensor) -> Tensor:
     h and v are (..., D); the sum is made in float32 or wider and returned in h's type.
     """
     wide = torch.promote_types(h.dtype, torch.float32)
-    x, v = h.to(wide), v.to(wide)
-    return (x + x.norm(dim=-1, keepdim=True) * v / (v.norm(dim=-1, keepdim=True) + EPSILON)).to(h.dtype)
+    x = h.to(wide)
+    v = v.to(wide)
+    length = v.norm(dim=-1, keepdim=True) + EPSILON
+    return (x + x.norm(dim=-1, keepdim=True) * v / length).to(h.dtype)
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Take the hooks of any injection off a module."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key, hook in list(hooks.items()):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, Injection):
+                del hooks[key]
+                module._forward_hooks_with_kwargs.pop(key, None)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 @dataclasses.dataclass
@@ -60,7 +73,8 @@ class Injection:
 
     def __init__(self, layer: int, marker_id: int, left_id: int, right_id: int,
                  encode: Callable[[Prompt], Sequence[int]]):
-        self.layer, self.encode = layer, encode
+        self.layer = layer
+        self.encode = encode
         self.triple = (left_id, marker_id, right_id)
         self.pending = Pending([], None)
         self.index: Tensor | None = None  # (2, k) row and column of each vector in the forward that runs
@@ -73,32 +87,32 @@ class Injection:
         """Hook a causal LM; hooks of any earlier injection (a copied model brings its original's) are replaced."""
         layers = decoder_layers(hf)
         if not 0 <= self.layer < len(layers):
+            last = len(layers) - 1
             raise UserError(f"--inject-layer {self.layer} is no layer of this model, which has {len(layers)} (0 to "
-                            f"{len(layers) - 1})")
+                            f"{last})")
         for module in hf.modules():
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                for key in [key for key, hook in hooks.items()
-                            if isinstance(getattr(hook, "__self__", None), Injection)]:
-                    for table in (hooks, module._forward_hooks_with_kwargs, module._forward_pre_hooks_with_kwargs):
-                        table.pop(key, None)
+            remove_hooks(module)
         hf.base_model.register_forward_pre_hook(self.locate, with_kwargs=True)
         layers[self.layer].register_forward_hook(self.inject)
         hf.get_output_embeddings().register_forward_hook(self.suppress)
 
     def feed(self, prompts: Sequence[Prompt]) -> None:
         """The prompts of the next forwards, in row order; none: nothing is injected."""
+        places = [self.place(prompt) for prompt in prompts]
         vectors = [torch.as_tensor(prompt.inject) for prompt in prompts if prompt.inject is not None]
-        self.pending = Pending([self.place(prompt) for prompt in prompts], torch.stack(vectors) if vectors else None)
+        self.pending = Pending(places, torch.stack(vectors) if vectors else None)
 
     def place(self, prompt: Prompt) -> int | None:
         """The marker's offset in a prompt, None where it has no vector. The count of markers must agree with that."""
         if "marker_at" not in prompt.meta:
             ids = list(self.encode(prompt))
-            found = [i for i in range(1, len(ids) - 1) if tuple(ids[i - 1 : i + 2]) == self.triple]
-            if len(found) != (prompt.inject is not None):
+            triples = list(zip(ids, ids[1:], ids[2:], strict=False))
+            found = [i + 1 for i, triple in enumerate(triples) if triple == self.triple]
+            vectors = int(prompt.inject is not None)
+            if len(found) != vectors:
                 raise TrainingFailed(f"a prompt holds {len(found)} injection markers between their neighbours and "
-                                     f"{int(prompt.inject is not None)} vectors; both must be one (check the sidecar's "
-                                     "marker and the chat template)")
+                                     f"{vectors} vectors; both must be one (check the sidecar's marker and the chat "
+                                     "template)")
             prompt.meta["marker_at"] = found[0] if found else None
         return prompt.meta["marker_at"]
 
@@ -108,20 +122,26 @@ class Injection:
         self.index = None
         if self.pending.vectors is None:
             return
-        ids = keywords.get("input_ids", args[0] if args else None)
+        first = args[0] if args else None
+        ids = keywords.get("input_ids", first)
         if ids is None:
             raise TrainingFailed("vectors are to be injected, but the forward got no token ids")
         if ids.shape[-1] == 1:
             return
         starts = self.starts(ids, keywords.get("attention_mask"), keywords.get("position_ids"))
-        if len(starts) != len(self.pending.places):
-            raise TrainingFailed(f"a forward over {len(starts)} prompts was announced as one over "
-                                 f"{len(self.pending.places)}; their vectors would go astray")
-        index = torch.tensor([(row, column + place) for (row, column), place
-                              in zip(starts, self.pending.places, strict=True) if place is not None])
-        row, at = index.T.to(ids.device)
-        seen = torch.stack([ids[row, (at + step).clamp(max=ids.shape[1] - 1)] for step in (-1, 0, 1)], 1)
-        if not (seen == torch.tensor(self.triple, device=ids.device)).all():
+        places = self.pending.places
+        if len(starts) != len(places):
+            raise TrainingFailed(f"a forward over {len(starts)} prompts was announced as one over {len(places)}; their "
+                                 "vectors would go astray")
+        index = []
+        for (row, column), place in zip(starts, places, strict=True):
+            if place is not None:
+                index.append([row, column + place])
+        row, at = torch.tensor(index).T.to(ids.device)
+        last = ids.shape[1] - 1
+        seen = torch.stack([ids[row, (at + step).clamp(max=last)] for step in (-1, 0, 1)], 1)
+        expected = torch.tensor(self.triple, device=ids.device)
+        if not (seen == expected).all():
             raise TrainingFailed(f"{len(index)} vectors were to be injected, but not every marker with its neighbours "
                                  "is where its prompt has it")
         self.index = torch.stack([row, at])
@@ -130,19 +150,25 @@ class Injection:
     def starts(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[tuple[int, int]]:
         """(row, column) of each prompt's first token: by the mask of a padded batch, by position 0 in a packed row."""
         if mask is not None and mask.ndim == 2:
-            return list(enumerate(mask.to(torch.uint8).argmax(-1).tolist()))  # the first 1
+            first = mask.to(torch.uint8).argmax(-1)  # the first 1
+            return list(enumerate(first.tolist()))
         if mask is None or positions is None:
             return [(row, 0) for row in range(len(ids))]
-        return [(0, column) for column in (positions[0] == 0).nonzero()[:, 0].tolist()]
+        columns = (positions[0] == 0).nonzero()[:, 0]
+        return [(0, column) for column in columns.tolist()]
 
     def inject(self, module, args, output):
         """After the layer: its output h (b, n, D), alone or first of a tuple, with the vectors added."""
         if self.index is None:
             return None
-        h = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, tuple):
+            return (self.injected(output[0]), *output[1:])
+        return self.injected(output)
+
+    def injected(self, h: Tensor) -> Tensor:
         row, at = self.index.to(h.device)
-        h = h.index_put((row, at), added(h[row, at], self.pending.vectors.to(h.device)))
-        return (h, *output[1:]) if isinstance(output, tuple) else h
+        vectors = self.pending.vectors.to(h.device)
+        return h.index_put((row, at), added(h[row, at], vectors))
 
     def suppress(self, module, args, logits: Tensor) -> Tensor:
         """After the output layer: the marker is never written, so its logit (…, V) is -inf in every path alike."""

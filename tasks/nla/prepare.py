@@ -8,7 +8,6 @@ The files are described in tasks/nla/activations.py.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import os
@@ -19,8 +18,8 @@ import numpy as np
 import torch
 
 from data import BadRecords, UserError, read_records, rng_of
-from harness.flags import comments
-from models.loading import load_pretrained, load_tokenizer, package_file
+from harness.flags import command_flags
+from models.loading import best_device, load_pretrained, load_tokenizer, package_file, pick_dtype
 from tasks.nla.activations import (
     PLACEHOLDER,
     SLOT,
@@ -33,6 +32,7 @@ from tasks.nla.activations import (
     suffix_of,
 )
 from tasks.nla.documents import Document, documents
+from tasks.nla.injection import decoder_layers
 
 PROMPT = (f"An activation of a language model: <concept>{PLACEHOLDER}</concept>\nSay what the text is about where the "
           "activation was taken and what may come next, between <explanation> and </explanation>.")
@@ -57,18 +57,6 @@ class Recipe:
     max_rows: int = 0  # stop after this many rows; 0: all
 
 
-def decoder_layers(model) -> torch.nn.ModuleList:
-    """The decoder layers of a causal LM (Llama, Qwen, GPT-2, GPT-NeoX and the like), also inside a PEFT wrapper."""
-    width = model.config.get_text_config().num_hidden_layers
-    found = [module for name, module in model.named_modules()
-             if isinstance(module, torch.nn.ModuleList) and len(module) == width
-             and name.rpartition(".")[2] in ("layers", "h", "blocks", "decoder_layers")]
-    if not found:
-        raise UserError(f"the decoder layers of {type(model).__name__} are not found; task nla needs a decoder whose "
-                        "blocks are a ModuleList named layers, h or blocks")
-    return found[0]
-
-
 class _Done(Exception):
     """Ends a forward after the layer that is read."""
 
@@ -80,18 +68,22 @@ def residuals(model, layer: int, windows: list[list[int]], places: list[list[int
     One right-padded forward that ends at that layer. The last layer's is read before the final norm.
     """
     width = max(map(len, windows))
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in windows], device=model.device)
-    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in windows], device=model.device)
+    ids = torch.zeros(len(windows), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, window in enumerate(windows):
+        ids[row, : len(window)] = torch.tensor(window)
+        mask[row, : len(window)] = 1
     kept: list[torch.Tensor] = []
 
     def keep(module, inputs, output):
         hidden = output[0] if isinstance(output, tuple) else output
-        kept.extend(hidden[row, torch.tensor(at, device=hidden.device)] for row, at in enumerate(places))
+        for row, at in enumerate(places):
+            kept.append(hidden[row, torch.tensor(at, device=hidden.device)])
         raise _Done
 
     handle = decoder_layers(model)[layer].register_forward_hook(keep)
     try:
-        model(input_ids=ids, attention_mask=mask, use_cache=False)
+        model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device), use_cache=False)
     except _Done:
         pass
     finally:
@@ -112,24 +104,38 @@ class Window:
 def cut(document: Document, tokenizer, recipe: Recipe, seed: int) -> Iterator[Window]:
     """The windows of a document in which a position can be drawn; each begins with the BOS where there is one."""
     encoded = tokenizer(document.text, return_offsets_mapping=True, verbose=False)
-    ids, spans = encoded["input_ids"], encoded["offset_mapping"]
-    bos = ids[:1] if ids and spans[0][0] == spans[0][1] else []  # special tokens stand for no text
+    ids = encoded["input_ids"]
+    spans = encoded["offset_mapping"]
+    has_bos = bool(ids) and spans[0][0] == spans[0][1]  # special tokens stand for no text
+    bos = ids[:1] if has_bos else []
+
+    def text_of(first: int, last: int) -> str:
+        """The document's text from one token to another, both included."""
+        return document.text[spans[first][0] : spans[last][1] or None]
+
+    def allowed(i: int, start: int) -> bool:
+        """Whether a position may be drawn at token i of the window that begins at token `start`."""
+        begin, end = spans[i]
+        if i - start < recipe.first or end <= begin:
+            return False
+        return end in document.cuts if document.cuts else True
+
     for number, start in enumerate(range(len(bos), len(ids), recipe.context)):
-        window = range(start, min(start + recipe.context, len(ids)))
-        allowed = [i for i in window if i - start >= recipe.first and spans[i][1] > spans[i][0]]
-        if document.cuts:
-            allowed = [i for i in allowed if spans[i][1] in document.cuts]
+        last = min(start + recipe.context, len(ids)) - 1
+        places = [i for i in range(start, last + 1) if allowed(i, start)]
         rng = rng_of(seed, "position", document.doc_id, number)
-        picked = sorted(rng.permutation(allowed)[: recipe.positions].tolist())
+        picked = sorted(rng.permutation(places)[: recipe.positions].tolist())
         if not picked:
             continue
-        if document.cuts:
-            texts = [document.caption_at(spans[i][1]) for i in picked]
-        else:
-            bounds = [(max(start, i - recipe.around), min(window[-1], i + recipe.around)) for i in picked]
-            texts = [document.text[spans[a][0] : spans[b][1] or None].strip() for a, b in bounds]
-        yield Window(bos + ids[start : window[-1] + 1], [i - start + len(bos) for i in picked], texts,
-                     document.text[spans[start][0] : spans[window[-1]][1] or None])
+        texts = []
+        for i in picked:
+            if document.cuts:
+                texts.append(document.caption_at(spans[i][1]))
+            else:
+                around = text_of(max(start, i - recipe.around), min(last, i + recipe.around))
+                texts.append(around.strip())
+        within = [i - start + len(bos) for i in picked]
+        yield Window(bos + ids[start : last + 1], within, texts, text_of(start, last))
 
 
 def prepare(model, tokenizer, layer: int, docs: Iterable[Document], out: str | Path, seed: int,
@@ -254,38 +260,45 @@ def read_documents(source: str, field: str, bad: BadRecords) -> Iterator[Documen
             bad.add(f"no text in {field!r}", where)
 
 
-def read_flags(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tasks.nla prepare", description=__doc__,
-                                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="folder, hub id, .gguf file or package:NAME/FILE of a causal LM")
-    add("--layer", type=int, required=True, help="decoder layer whose output is stored; 0 is the first")
-    add("--text", required=True, help="a .txt (paragraphs), .jsonl, .json or .parquet file, a hub id, or `generated`")
-    add("--out", required=True, help="folder for activations.parquet and nla_meta.yaml")
-    add("--text-field", default="text", help="field of a record that holds its text [text]")
-    add("--documents", type=int, default=0, help="use this many documents; 0: all, of `generated` 2000 [0]")
-    add("--load-4bit", action="store_true", help="nf4 through bitsandbytes (CUDA)")
-    add("--chat-template", default="", help="Jinja file to use instead of the tokenizer's chat template")
-    add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    add("--seed", type=int, default=0, help="of the positions and the generator [0]")
-    add("--max-bad-records", type=float, default=0.01, help="share of unusable records that ends the command [0.01]")
-    for item in dataclasses.fields(Recipe):
-        add("--" + item.name.replace("_", "-"), type=type(item.default), default=item.default,
-            help=f"{comments(Recipe)[item.name]} [{item.default}]".replace("%", "%%"))
-    own = parser.parse_args(argv)
-    if min(own.positions, own.context, own.batch) < 1 or min(own.first, own.around, own.documents, own.max_rows) < 0:
-        raise UserError("--positions, --context and --batch must be 1 or more; --first, --around, --documents and "
-                        "--max-rows 0 or more")
-    if own.first >= own.context:
-        raise UserError("--first must be under --context")
-    return own
+@dataclasses.dataclass(frozen=True)
+class SourceFlags:
+    """Flags of the command itself."""
+
+    model: str  # folder, hub id, .gguf file or package:NAME/FILE of a causal LM
+    layer: int  # decoder layer whose output is stored; 0 is the first
+    text: str  # a .txt (paragraphs), .jsonl, .json or .parquet file, a hub id, or `generated`
+    out: str  # folder for activations.parquet and nla_meta.yaml
+    text_field: str = "text"  # field of a record that holds its text
+    documents: int = 0  # use this many documents; 0: all, of `generated` 2000
+    load_4bit: bool = False  # nf4 through bitsandbytes (CUDA)
+    chat_template: str = ""  # Jinja file to use instead of the tokenizer's chat template
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    seed: int = 0  # of the positions and the generator
+    max_bad_records: float = 0.01  # share of unusable records that ends the command
 
 
-def prepare_command(own: argparse.Namespace) -> None:
-    if own.model == "tiny":
-        raise UserError("--model tiny: the built-in model is made for a task, and task nla makes its activations "
-                        "itself (python train_grpo.py --preset nla smoke); give a folder, a hub id, a .gguf file "
-                        "or package:NAME/FILE")
+@dataclasses.dataclass(frozen=True)
+class PrepareFlags(Recipe, SourceFlags):
+    """The command's own, then those of the recipe, which it is."""
+
+    def check(self) -> None:
+        """UserError for what cannot work, before any model loads."""
+        whole = min(self.first, self.around, self.documents, self.max_rows)
+        if min(self.positions, self.context, self.batch) < 1 or whole < 0:
+            raise UserError("--positions, --context and --batch must be 1 or more; --first, --around, --documents and "
+                            "--max-rows 0 or more")
+        if self.first >= self.context:
+            raise UserError("--first must be under --context")
+        if self.model == "tiny":
+            raise UserError("--model tiny: the built-in model is made for a task, and task nla makes its activations "
+                            "itself (python train_grpo.py --preset nla smoke); give a folder, a hub id, a .gguf file "
+                            "or package:NAME/FILE")
+
+
+def prepare_command(argv: list[str]) -> None:
+    """`prepare`: the files of a model, a layer and texts."""
+    own = command_flags(PrepareFlags, argv, "python -m tasks.nla prepare", __doc__)
+    own.check()
     bad = BadRecords(own.text)
     if own.text == "generated":
         docs: Iterable[Document] = documents(own.documents or 2000, own.seed)
@@ -293,13 +306,12 @@ def prepare_command(own: argparse.Namespace) -> None:
         every = read_documents(own.text, own.text_field, bad)
         first = list(itertools.islice(every, 1))  # a file that is missing is said before a model is loaded
         docs = itertools.islice(itertools.chain(first, every), own.documents or None)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    half = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    device = best_device()
     path = package_file(own.model) if own.model.startswith("package:") else own.model
     tokenizer = load_tokenizer(path, own)
-    model = load_pretrained(path, own, device, torch.bfloat16 if half else torch.float32)
-    recipe = Recipe(**{item.name: getattr(own, item.name) for item in dataclasses.fields(Recipe)})
-    path = prepare(model, tokenizer, own.layer, docs, own.out, own.seed, recipe, own.model, print)
-    for note in bad.check(own.max_bad_records) if bad.total else ():
-        print("note:", note)
+    model = load_pretrained(path, own, device, pick_dtype("auto", device))
+    path = prepare(model, tokenizer, own.layer, docs, own.out, own.seed, own, own.model, print)
+    if bad.total:
+        for note in bad.check(own.max_bad_records):
+            print("note:", note)
     print(f"wrote {path} and {sidecar_of(path).name}")

@@ -60,7 +60,9 @@ def baselines(activations: Tensor, scale: float) -> tuple[float, float]:
     their mean (the raw variance), and, the older variant, from their mean at norm `scale`."""
     x = normalise(activations, scale)
     middle = x.mean(0)
-    return ((x - middle).square().mean().item(), (x - normalise(middle, scale)).square().mean().item())
+    variance = (x - middle).square().mean()
+    older = (x - normalise(middle, scale)).square().mean()
+    return variance.item(), older.item()
 
 
 def fve(error: float, baseline: float) -> float:
@@ -80,7 +82,9 @@ class Reconstructor(nn.Module):
         if not after.strip() or "{explanation}" in after:
             raise UserError("the reconstructor's prompt template must hold {explanation} once and text after it (the "
                             f"state of its last token is read); this one is {spec.template!r}")
-        self.base, self.tokenizer, self.spec = base, tokenizer, spec
+        self.base = base
+        self.tokenizer = tokenizer
+        self.spec = spec
         d = base.config.get_text_config().hidden_size
         self.head = nn.Linear(d, d, bias=False, dtype=torch.float32)
         with torch.no_grad():
@@ -88,7 +92,8 @@ class Reconstructor(nn.Module):
         self.head.to(next(base.parameters()).device)
         self.longest = min(MOST_TOKENS, context_of(base))
         self.tail = self.tokenizer.encode(spec.template.replace("{explanation}", "a"))[-1:]  # its state is read
-        self.marks = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} - {""}, key=len, reverse=True)
+        marks = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} - {""}
+        self.marks = sorted(marks, key=len, reverse=True)
 
     @property
     def device(self) -> torch.device:
@@ -130,9 +135,10 @@ class Reconstructor(nn.Module):
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: p.detach().cpu().contiguous() for name, p in self.trainable().items()},
-                  folder / "reconstructor.safetensors")
-        (folder / "reconstructor.json").write_text(json.dumps(dataclasses.asdict(self.spec), indent=1))
+        tensors = {name: p.detach().cpu().contiguous() for name, p in self.trainable().items()}
+        save_file(tensors, folder / "reconstructor.safetensors")
+        spec = json.dumps(dataclasses.asdict(self.spec), indent=1)
+        (folder / "reconstructor.json").write_text(spec)
 
     def load_tensors(self, folder: Path) -> None:
         """Trained tensors from a folder. UserError where one is missing, unexpected or of another shape."""
@@ -143,11 +149,14 @@ class Reconstructor(nn.Module):
         own = self.trainable()
         wrong = [f"{name} is missing" for name in own.keys() - saved.keys()]
         wrong += [f"{name} is unexpected" for name in saved.keys() - own.keys()]
-        wrong += [f"{name} has shape {tuple(saved[name].shape)}, not {tuple(own[name].shape)}"
-                  for name in own.keys() & saved.keys() if saved[name].shape != own[name].shape]
+        for name in own.keys() & saved.keys():
+            there = tuple(saved[name].shape)
+            here = tuple(own[name].shape)
+            if there != here:
+                wrong.append(f"{name} has shape {there}, not {here}")
         if wrong:
-            raise UserError(f"{folder} does not fit this reconstructor: {sorted(wrong)[0]}"
-                            + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise UserError(f"{folder} does not fit this reconstructor: {min(wrong)}{more}")
         with torch.no_grad():
             for name, p in own.items():
                 p.copy_(saved[name])
@@ -161,7 +170,10 @@ class Critic:
     """
 
     def __init__(self, model: Reconstructor, lr: float, budget: int = 8192, max_norm: float = 1.0):
-        self.model, self.lr, self.budget, self.max_norm = model, lr, budget, max_norm
+        self.model = model
+        self.lr = lr
+        self.budget = budget  # padded tokens of a micro-batch
+        self.max_norm = max_norm  # 0: no clipping
         self.weights = list(model.trainable().values())
         kind = torch.optim.AdamW
         if model.device.type == "cuda" and importlib.util.find_spec("bitsandbytes"):
@@ -180,7 +192,8 @@ class Critic:
             error = mse(self.model.predict([rows[i] for i in some]), gold[some], self.model.spec.scale)
             (error.sum() / len(rows)).backward()
             total += error.sum().item() / len(rows)
-        norm = torch.nn.utils.clip_grad_norm_(self.weights, self.max_norm or float("inf")).item()
+        limit = self.max_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.weights, limit).item()
         finite = math.isfinite(norm) and math.isfinite(total)
         if finite:
             self.optimizer.step()
@@ -197,7 +210,8 @@ class Critic:
         path = folder / "optimizer.pt"
         if not path.is_file():
             raise UserError(f"{folder} holds no optimizer of the critic (optimizer.pt)")
-        self.optimizer.load_state_dict(torch.load(path, map_location=self.model.device, weights_only=True))
+        state = torch.load(path, map_location=self.model.device, weights_only=True)
+        self.optimizer.load_state_dict(state)
 
 
 def load_base(spec: Spec, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Any]:
@@ -236,8 +250,14 @@ def build(spec: Spec, device: torch.device, dtype: torch.dtype) -> Reconstructor
     if spec.lora_r:
         import peft
 
-        base = peft.get_peft_model(base, peft.LoraConfig(
-            r=spec.lora_r, lora_alpha=spec.lora_alpha, use_rslora=True, target_modules="all-linear", lora_dropout=0.0))
+        config = peft.LoraConfig(
+            r=spec.lora_r,
+            lora_alpha=spec.lora_alpha,
+            use_rslora=True,
+            target_modules="all-linear",
+            lora_dropout=0.0,
+        )
+        base = peft.get_peft_model(base, config)
     else:
         base.requires_grad_(True)
     return Reconstructor(base, tokenizer, spec).eval()
@@ -256,10 +276,12 @@ def load(folder: str | Path, device: torch.device, dtype: torch.dtype, load_4bit
     folder = Path(folder)
     spec = read_spec(folder)
     if load_4bit is not None and load_4bit != spec.load_4bit:
-        bits = {True: "4-bit", False: "16-bit"}
-        raise UserError(f"{folder} was trained on a {bits[spec.load_4bit]} base and is wrong on a {bits[load_4bit]} "
-                        "one; load the base as it was trained, or train another (python -m tasks.nla reconstruct)")
+        trained, wanted = ("4-bit", "16-bit") if spec.load_4bit else ("16-bit", "4-bit")
+        raise UserError(f"{folder} was trained on a {trained} base and is wrong on a {wanted} one; load the base as it "
+                        "was trained, or train another (python -m tasks.nla reconstruct)")
     beside = folder / spec.model
-    model = build(dataclasses.replace(spec, model=str(beside)) if beside.is_dir() else spec, device, dtype)
+    if beside.is_dir():
+        spec = dataclasses.replace(spec, model=str(beside))
+    model = build(spec, device, dtype)
     model.load_tensors(folder)
     return model

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -25,20 +26,49 @@ import sympy
 
 from tasks.physics.equation_text import LENGTH, ParseError, one_spelling
 
-NODES, DEPTH = 80, 20  # nodes of the tree, brackets within brackets
-POWER, CONSTANT = 12, 1e30  # largest power (of a power: their product), largest constant
-FUNCTION_DEPTH, TOWER = 4, 2  # functions within functions: any, and those that grow or oscillate
+NODES = 80  # nodes of the tree
+DEPTH = 20  # brackets within brackets
+POWER = 12  # largest power (of a power: their product)
+CONSTANT = 1e30  # largest constant
+FUNCTION_DEPTH = 4  # functions within functions
+TOWER = 2  # of those, the ones that grow or oscillate
 
 
 # ---- tokens and grammar
 DERIVATIVE = (r"d\s*(?P<two>\^?\s*2)?\s*(?P<of>[A-Za-z]\w*?)\s*(?:\(\s*t\s*\))?\s*/\s*d\s*t(?(two)\s*\^?\s*2|(?!\w))")
 TOKEN = re.compile(rf"\s*(?:(?<![A-Za-z_]){DERIVATIVE}(?:\s*\(\s*t\s*\))?"
-                   r"|(?P<primed>[A-Za-z]\w*?)(?P<primes>'{1,2}|_?d?dot\b)(?:\s*\(\s*t\s*\))?|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
+                   r"|(?P<primed>[A-Za-z]\w*?)(?P<primes>'{1,2}|_?d?dot\b)(?:\s*\(\s*t\s*\))?"
+                   r"|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
                    r"|(?P<sign>[-+*/^()|]))", re.A)
-FUNCTIONS = {"sin": math.sin, "cos": math.cos, "tan": math.tan, "exp": math.exp, "log": math.log, "ln": math.log,
-             "sqrt": math.sqrt, "abs": abs, "Abs": abs, "sign": lambda x: float((x > 0) - (x < 0)), "tanh": math.tanh}
-FUNCTIONS["sgn"] = FUNCTIONS["sign"]
+
+
+def _sign(x: float) -> float:
+    return float((x > 0) - (x < 0))
+
+
+FUNCTIONS = {
+    "sin": math.sin,
+    "cos": math.cos,
+    "tan": math.tan,
+    "exp": math.exp,
+    "log": math.log,
+    "ln": math.log,
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "Abs": abs,
+    "sign": _sign,
+    "tanh": math.tanh,
+    "sgn": _sign,
+}
 GROWING = {"sin", "cos", "tan", "exp", "log", "ln", "tanh"}
+ARITHMETIC = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "^": operator.pow,
+}
+VALUES = ("number", "name", "derivative")  # kinds of tokens with which a factor may begin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,23 +84,29 @@ class Token:
 
 
 def tokens_of(text: str) -> list[Token]:
-    out, place = [], 0
+    """The tokens of a text in one spelling. ParseError at what is none."""
+    out: list[Token] = []
+    place = 0
     text = text.rstrip()
     while place < len(text):
         m = TOKEN.match(text, place)
         if m is None:
             raise ParseError(f"cannot read {text[place:].strip()[:12]!r}")
-        gap = m[0][:1].isspace()
-        if m["of"]:
-            out.append(Token("derivative", m["of"].replace("_", ""), 2 if m["two"] else 1, True, gap))
-        elif m["primed"]:
-            order = 2 if m["primes"].lstrip("_") in ("''", "ddot") else 1
-            out.append(Token("derivative", m["primed"].replace("_", ""), order, False, gap))
-        else:
-            kind = next(kind for kind in ("number", "name", "sign") if m[kind])
-            out.append(Token(kind, m[kind], gap=gap))
+        out.append(_token(m))
         place = m.end()
     return out
+
+
+def _token(m: re.Match) -> Token:
+    gap = m[0][:1].isspace()
+    if m["of"]:
+        order = 2 if m["two"] else 1
+        return Token("derivative", m["of"].replace("_", ""), order, True, gap)
+    if m["primed"]:
+        order = 2 if m["primes"].lstrip("_") in ("''", "ddot") else 1
+        return Token("derivative", m["primed"].replace("_", ""), order, False, gap)
+    kind = next(kind for kind in ("number", "name", "sign") if m[kind])
+    return Token(kind, m[kind], gap=gap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,16 +128,20 @@ def _node(op: str, *children: Node) -> Node:
     nodes = 1 + sum(child.nodes for child in children)
     if nodes > NODES:
         raise ParseError(f"over {NODES} nodes")
-    depth, tower, power = (max(getattr(child, key) for child in children) for key in ("depth", "tower", "power"))
+    depth = max(child.depth for child in children)
+    tower = max(child.tower for child in children)
+    power = max(child.power for child in children)
     constant = _constant(op, [child.constant for child in children])
     if op in FUNCTIONS:
-        depth, tower = depth + 1, tower + (op in GROWING)
+        depth += 1
+        tower += op in GROWING
     if op == "^":
         base, exponent = children
         if "^" in _operators(exponent):
             raise ParseError("a power in a power's exponent")
         if exponent.constant is None:
-            depth, tower = depth + 1, tower + 1
+            depth += 1
+            tower += 1
         else:
             power = base.power * max(1.0, abs(exponent.constant))
             if power > POWER:
@@ -121,13 +161,9 @@ def _constant(op: str, values: list[float | None]) -> float | None:
         raise ParseError("a division by zero")
     if None in values:
         return None
-    a, b = (values + [0.0])[:2]
+    evaluate = operator.neg if op == "neg" else FUNCTIONS.get(op) or ARITHMETIC[op]
     try:
-        if op in FUNCTIONS:
-            result = FUNCTIONS[op](a)
-        else:
-            result = {"+": lambda: a + b, "-": lambda: a - b, "*": lambda: a * b, "/": lambda: a / b, "^": lambda: a**b,
-                      "neg": lambda: -a}[op]()
+        result = evaluate(*values)
         if not abs(result) <= CONSTANT:
             raise OverflowError
     except OverflowError:
@@ -144,33 +180,43 @@ class Grammar:
 
     def __init__(self, tokens: list[Token], names: dict[str, str], derivatives: dict[tuple[str, int], str]):
         """`names` maps each name that may occur to its symbol, `derivatives` each (name, order) to its symbol."""
-        self.tokens, self.names, self.derivatives = self._split_words(tokens, names, derivatives), names, derivatives
-        self.place, self.level, self.bars = 0, 0, 0
-
-    def _split_words(self, tokens: list[Token], names: dict[str, str], derivatives: dict) -> list[Token]:
-        """Words that are several names written together (kx, mg, Lsin) become those names."""
-        out = []
+        self.names = names
+        self.derivatives = derivatives
+        self.tokens: list[Token] = []
         for i, token in enumerate(tokens):
-            if token.kind == "derivative" and not token.slash:  # bx'
-                for of in {name for name, _ in derivatives if token.text.endswith(name) and token.text != name}:
-                    ways = list(_ways(token.text.removesuffix(of), tuple(names), False))
-                    if len(ways) == 1:
-                        out += [Token("name", word, gap=token.gap and j == 0) for j, word in enumerate(ways[0])]
-                        token = dataclasses.replace(token, text=of, gap=False)
-                        break
-            if token.kind != "name" or token.text in names or token.text in FUNCTIONS or token.text == "frac":
-                out.append(token)
-                continue
-            bare = token.text.replace("_", "")
-            if bare in names or bare in FUNCTIONS:
-                out.append(dataclasses.replace(token, text=bare))
-                continue
             called = i + 1 < len(tokens) and tokens[i + 1].text == "("
-            ways = list(_ways(token.text, tuple(names), called))
-            if len(ways) != 1:
-                raise ParseError(f"{'an unknown name' if not ways else 'ambiguous'}: {token.text[:20]}")
-            out += [dataclasses.replace(token, text=word, gap=token.gap and j == 0) for j, word in enumerate(ways[0])]
-        return out
+            if token.kind == "derivative" and not token.slash:
+                self.tokens += self._split_derivative(token)
+            elif token.kind == "name":
+                self.tokens += self._split_name(token, called)
+            else:
+                self.tokens.append(token)
+        self.place = 0
+        self.level = 0
+        self.bars = 0
+
+    def _split_derivative(self, token: Token) -> list[Token]:
+        """bx' is b times x' where there is only one way to read it."""
+        coordinates = {name for name, _ in self.derivatives}
+        for of in coordinates:
+            if not token.text.endswith(of) or token.text == of:
+                continue
+            ways = list(_ways(token.text.removesuffix(of), tuple(self.names), False))
+            if len(ways) == 1:
+                return [*_written_together(token.gap, ways[0]), dataclasses.replace(token, text=of, gap=False)]
+        return [token]
+
+    def _split_name(self, token: Token, called: bool) -> list[Token]:
+        """A word that is several names written together (kx, mg, Lsin) becomes those names."""
+        if token.text in self.names or token.text in FUNCTIONS or token.text == "frac":
+            return [token]
+        bare = token.text.replace("_", "")
+        if bare in self.names or bare in FUNCTIONS:
+            return [dataclasses.replace(token, text=bare)]
+        ways = list(_ways(token.text, tuple(self.names), called))
+        if len(ways) != 1:
+            raise ParseError(f"{'an unknown name' if not ways else 'ambiguous'}: {token.text[:20]}")
+        return _written_together(token.gap, ways[0])
 
     def peek(self, ahead: int = 0) -> str:
         """The text of a sign, or the kind of any other token; empty at the end."""
@@ -180,9 +226,10 @@ class Grammar:
         return token.text if token.kind == "sign" else token.kind
 
     def take(self, wanted: str = "") -> Token:
-        if not self.peek() or (wanted and self.peek() != wanted):
-            there = self.tokens[self.place].text if self.peek() else "the end"
-            raise ParseError(f"{wanted or 'a value'} is missing before {there[:12]}")
+        there = self.peek()
+        if not there or (wanted and there != wanted):
+            before = self.tokens[self.place].text[:12] if there else "the end"
+            raise ParseError(f"{wanted or 'a value'} is missing before {before}")
         self.place += 1
         return self.tokens[self.place - 1]
 
@@ -197,40 +244,50 @@ class Grammar:
         if self.level > DEPTH:
             raise ParseError(f"over {DEPTH} brackets within brackets")
         tree = self.product()
-        while self.peek() in ("+", "-") and self.peek():
-            tree = _node(self.take().text, tree, self.product())
+        while self.peek() in ("+", "-"):
+            op = self.take().text
+            tree = _node(op, tree, self.product())
         self.level -= 1
         return tree
 
     def product(self) -> Node:
-        tree, divided = self.signed(self.power), False
-        while next_ := self.peek():
-            if next_ in ("*", "/"):
-                tree, divided = _node(self.take().text, tree, self.signed(self.power)), next_ == "/"
-            elif next_ in ("number", "name", "derivative", "(") or (next_ == "|" and not self.bars):
-                token = self.tokens[self.place]
-                if divided and not token.gap:
-                    raise ParseError(f"ambiguous: a product without a sign after a division, before {token.text[:12]}")
-                end = self.tokens[self.place:]
-                if token.gap and [t.kind for t in end] == ["sign", "number", "sign"] and end[1].text.isdigit():
-                    raise ParseError("ambiguous: a number in brackets at the end, a factor or the equation's number")
-                if next_ == "number" and self.tokens[self.place - 1].kind == "number":
-                    raise ParseError("two numbers side by side")
+        tree = self.signed(self.power)
+        divided = False
+        while True:
+            upcoming = self.peek()
+            if upcoming in ("*", "/"):
+                op = self.take().text
+                tree = _node(op, tree, self.signed(self.power))
+                divided = op == "/"
+            elif upcoming in VALUES or upcoming == "(" or (upcoming == "|" and not self.bars):
+                self.check_unsigned(divided)
                 tree = _node("*", tree, self.power())
             else:
-                break
-        return tree
+                return tree
+
+    def check_unsigned(self, divided: bool) -> None:
+        """ParseError where a product without a sign, before the token that is next, could mean something else."""
+        token = self.tokens[self.place]
+        if divided and not token.gap:
+            raise ParseError(f"ambiguous: a product without a sign after a division, before {token.text[:12]}")
+        rest = self.tokens[self.place :]
+        number_in_brackets = [t.kind for t in rest] == ["sign", "number", "sign"] and rest[1].text.isdigit()
+        if token.gap and number_in_brackets:
+            raise ParseError("ambiguous: a number in brackets at the end, a factor or the equation's number")
+        if token.kind == "number" and self.tokens[self.place - 1].kind == "number":
+            raise ParseError("two numbers side by side")
 
     def signed(self, operand: Callable[[], Node]) -> Node:
         """Any number of signs, then what `operand` reads."""
         signs = 0
-        while self.peek() in ("+", "-") and self.peek():
+        while self.peek() in ("+", "-"):
             signs += self.take().text == "-"
         tree = operand()
         return _node("neg", tree) if signs % 2 else tree
 
     def power(self) -> Node:
-        base, first = self.primary(), self.tokens[self.place - 1]
+        base = self.primary()
+        first = self.tokens[self.place - 1]
         if self.peek() != "^":
             return base
         if first.kind == "derivative" and first.slash:
@@ -246,19 +303,9 @@ class Grammar:
         if token.kind == "number":
             return _number(token.text)
         if token.kind == "derivative":
-            symbol = self.derivatives.get((token.text, token.order))
-            if symbol is None:
-                raise ParseError(f"{'a second' if token.order == 2 else 'a first'} derivative of {token.text[:20]}, "
-                                 "which is no part of the state")
-            return Node("sym", value=symbol)
+            return self.derivative(token)
         if token.kind == "name":
-            if token.text == "frac":
-                return _node("/", self.part(), self.part())
-            if token.text in self.names:
-                if [self.peek(i) for i in range(3)] == ["(", "name", ")"] and self.tokens[self.place + 1].text == "t":
-                    self.place += 3  # x(t)
-                return Node("sym", value=self.names[token.text])
-            return self.call(token.text)
+            return self.name(token.text)
         if token.text == "(":
             self.place -= 1
             return self.bracket()
@@ -270,6 +317,23 @@ class Grammar:
             return _node("abs", tree)
         raise ParseError(f"a value is missing before {token.text}")
 
+    def derivative(self, token: Token) -> Node:
+        symbol = self.derivatives.get((token.text, token.order))
+        if symbol is None:
+            order = "a second" if token.order == 2 else "a first"
+            raise ParseError(f"{order} derivative of {token.text[:20]}, which is no part of the state")
+        return Node("sym", value=symbol)
+
+    def name(self, text: str) -> Node:
+        r"""A symbol, also written x(t), a function with its argument, or \frac with its parts."""
+        if text == "frac":
+            return _node("/", self.part(), self.part())
+        if text not in self.names:
+            return self.call(text)
+        if [self.peek(i) for i in range(3)] == ["(", "name", ")"] and self.tokens[self.place + 1].text == "t":
+            self.place += 3
+        return Node("sym", value=self.names[text])
+
     def part(self) -> Node:
         r"""A part of \frac: brackets, or a single name or digit."""
         if self.peek() == "number" and len(self.tokens[self.place].text) > 1:
@@ -278,7 +342,8 @@ class Grammar:
 
     def bracket(self) -> Node:
         self.take("(")
-        bars, self.bars = self.bars, 0
+        bars = self.bars
+        self.bars = 0
         tree = self.sum()
         self.bars = bars
         self.take(")")
@@ -294,14 +359,19 @@ class Grammar:
                 raise ParseError(f"ambiguous: a power of {name}")
         if self.peek() == "(":
             argument = self.bracket()
-        elif self.peek() in ("number", "name", "derivative"):
+        elif self.peek() in VALUES:
             argument = self.primary()
-            if self.peek() in ("^", "number", "name", "derivative", "("):
+            if self.peek() in VALUES or self.peek() in ("^", "("):
                 raise ParseError(f"ambiguous: write {name}(…) with brackets")
         else:
             raise ParseError(f"{name} needs brackets around its argument")
         tree = _node(name, argument)
         return tree if exponent is None else _node("^", tree, exponent)
+
+
+def _written_together(gap: bool, words: list[str]) -> list[Token]:
+    """Tokens of names without spaces between; `gap` tells whether one stood before the first."""
+    return [Token("name", word, gap=gap and i == 0) for i, word in enumerate(words)]
 
 
 def _ways(word: str, names: tuple[str, ...], called: bool) -> Iterable[list[str]]:
@@ -321,30 +391,37 @@ def _ways(word: str, names: tuple[str, ...], called: bool) -> Iterable[list[str]
 
 def _number(text: str) -> Node:
     digits, _, exponent = text.lower().partition("e")
-    if len(digits) > 25 or abs(int((exponent or "0")[:6])) > 30 or abs(float(text)) > CONSTANT:
+    shift = int((exponent or "0")[:6])
+    if len(digits) > 25 or abs(shift) > 30 or abs(float(text)) > CONSTANT:
         raise ParseError("a number is too long or too large")
     return Node("num", value=Fraction(text), constant=float(text))
 
 
 # ---- SymPy
+SYMPY_NAMES = {"ln": "log", "abs": "Abs", "sgn": "sign"}
+
+
 def _sympy(node: Node) -> sympy.Expr:
     """The tree as SymPy. Functions stay as they are: only sums, products and powers are brought into a normal form."""
     if node.op == "num":
         return sympy.Rational(node.value.numerator, node.value.denominator)
     if node.op == "sym":
         return sympy.pi if node.value == "pi" else sympy.Symbol(node.value)
-    a, b = (*map(_sympy, node.children), None)[:2]
+    parts = list(map(_sympy, node.children))
+    if node.op == "sqrt":
+        return sympy.Pow(parts[0], sympy.Rational(1, 2))
     if node.op in FUNCTIONS:
-        if node.op == "sqrt":
-            return sympy.Pow(a, sympy.Rational(1, 2))
-        kind = {"ln": "log", "abs": "Abs", "sgn": "sign"}.get(node.op, node.op)
-        return getattr(sympy, kind)(a, evaluate=False)
+        name = SYMPY_NAMES.get(node.op, node.op)
+        return getattr(sympy, name)(parts[0], evaluate=False)
+    if node.op == "neg":
+        return sympy.Mul(-1, parts[0])
+    a, b = parts
     if node.op == "/":
         return sympy.Mul(a, sympy.Pow(b, -1))
     if node.op == "-":
         return sympy.Add(a, sympy.Mul(-1, b))
-    return {"+": lambda: sympy.Add(a, b), "*": lambda: sympy.Mul(a, b), "^": lambda: sympy.Pow(a, b),
-            "neg": lambda: sympy.Mul(-1, a)}[node.op]()
+    kind = {"+": sympy.Add, "*": sympy.Mul, "^": sympy.Pow}[node.op]
+    return kind(a, b)
 
 
 def _expression(tree: Node) -> sympy.Expr:
@@ -360,21 +437,13 @@ def _as_written(e: sympy.Expr) -> sympy.Expr:
         return sympy.Symbol(f"c{abs(e)}") * sympy.sign(e)
     if e.is_Pow:
         base = _as_written(e.base)
-        return sympy.Function("sqrt")(base) ** (2 * e.exp) if abs(e.exp) == sympy.S.Half else base**e.exp
-    if e.is_Add or e.is_Mul:
-        return e.func(*map(_as_written, e.args))
-    return e.func(*map(_as_written, e.args), evaluate=False) if e.args else e
-
-
-def parse_expression(text: str, names: Iterable[str]) -> sympy.Expr:
-    """An expression over the declared `names`, each a plain symbol whatever it means elsewhere (E, I, S, beta, lambda).
-
-    Raises ParseError. The text of what it returns is read as the same expression again.
-    """
-    if len(text) > LENGTH:
-        raise ParseError(f"over {LENGTH} characters")
-    names = {"pi": "pi"} | {name: name for name in names}
-    return _expression(Grammar(tokens_of(one_spelling(text)), names, {}).whole())
+        if abs(e.exp) == sympy.S.Half:
+            return sympy.Function("sqrt")(base) ** (2 * e.exp)
+        return base**e.exp
+    if not e.args:
+        return e
+    parts = map(_as_written, e.args)
+    return e.func(*parts) if e.is_Add or e.is_Mul else e.func(*parts, evaluate=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,9 +459,13 @@ class Equation:
     @functools.cached_property
     def canonical(self) -> str:
         """One text for all spellings."""
-        left = [f"d2{q}/dt2" if n == 2 else f"d{q}/dt" for q, n in zip(self.states, self.orders, strict=False)]
-        text = "; ".join(f"{q} = {e}" for q, e in zip(left, self.expressions, strict=True)).replace("**", "^")
-        return text + "".join(f"; {name} = {value:g}" for name, value in self.declared)
+        coordinates = self.states[: len(self.orders)]
+        parts = []
+        for q, order, e in zip(coordinates, self.orders, self.expressions, strict=True):
+            right = str(e).replace("**", "^")
+            parts.append(f"{left_side(q, order)} = {right}")
+        parts += [f"{name} = {value:g}" for name, value in self.declared]
+        return "; ".join(parts)
 
     @functools.cached_property
     def operators(self) -> float:
@@ -400,7 +473,13 @@ class Equation:
 
         A number is no operator, whether or not it is whole (2.5*x has one, like 2*x), and a square root is one.
         """
-        return sum(sympy.count_ops(_as_written(e)) for e in self.expressions) / len(self.expressions)
+        counts = [sympy.count_ops(_as_written(e)) for e in self.expressions]
+        return sum(counts) / len(counts)
+
+
+def left_side(name: str, order: int) -> str:
+    """The highest derivative of a coordinate as it is spelt in normal form."""
+    return f"d2{name}/dt2" if order == 2 else f"d{name}/dt"
 
 
 def parse(text: str, coordinates, parameters: Iterable[str], declared: dict[str, float] | None = None) -> Equation:
@@ -408,23 +487,21 @@ def parse(text: str, coordinates, parameters: Iterable[str], declared: dict[str,
 
     `declared` are values that the answer states; they may name further constants. Raises ParseError.
     """
-    if len(text) > LENGTH:
-        raise ParseError(f"over {LENGTH} characters")
-    statements = [part.strip() for part in re.split(r";|\n|,|\\\\|\band\b", text) if part.strip()]
-    if not 1 <= len(statements) <= 2 * sum(q.order for q in coordinates):
-        raise ParseError(f"{len(statements)} equations")
-    sides = [one_spelling(part).replace("==", "=").replace(":=", "=").split("=") for part in statements]
-    if any(len(pair) != 2 for pair in sides):
-        raise ParseError("an equation has a left-hand side, one = and a right-hand side")
+    sides = _sides(text, 2 * sum(q.order for q in coordinates))
     reserved = {"t", "pi"} | {name for q in coordinates for name in (q.name, q.velocity)}
-    declared = {k: v for k, v in (declared or {}).items() if k not in reserved and k not in FUNCTIONS}
-    constants = sorted({*parameters, *declared})
-    symbols = {"t": "t", "pi": "pi"} | {name: name for name in constants} | {q.name: q.name for q in coordinates}
-    velocities = {q.velocity: q.name for q in coordinates if q.order == 2}
-    sides = [(tokens_of(left), right) for left, right in sides]
-    motions = [pair for pair in sides if not _names_velocity(*pair, coordinates, symbols, velocities)]
-    names = symbols | {alias: _by_name(coordinates, q).velocity for alias, q in velocities.items()}
-    derivatives = {(q.name, 1): q.velocity for q in coordinates if q.order == 2}
+    stated = {}
+    for name, value in (declared or {}).items():
+        if name not in reserved and name not in FUNCTIONS:
+            stated[name] = value
+    constants = sorted({*parameters, *stated})
+    symbols = {name: name for name in ("t", "pi", *constants, *(q.name for q in coordinates))}
+    moving = [q for q in coordinates if q.order == 2]
+
+    velocities = {q.velocity: q.name for q in moving}  # name of a velocity, also the answer's own -> coordinate
+    motions = [pair for pair in sides if not _names_velocity(*pair, moving, symbols, velocities)]
+    own_names = {q.name: q.velocity for q in moving}
+    names = symbols | {alias: own_names[of] for alias, of in velocities.items()}
+    derivatives = {(q.name, 1): q.velocity for q in moving}
     found: dict[str, sympy.Expr] = {}
     for left, right in motions:
         name = _coordinate_of(left, coordinates, velocities)
@@ -433,47 +510,70 @@ def parse(text: str, coordinates, parameters: Iterable[str], declared: dict[str,
             raise ParseError(f"two equations for {name}")
     if missing := [q.name for q in coordinates if q.name not in found]:
         raise ParseError(f"no equation of motion for {', '.join(missing)}")
+
     expressions = tuple(found[q.name] for q in coordinates)
     used = {str(symbol) for e in expressions for symbol in e.free_symbols}
-    stated = tuple(sorted((name, value) for name, value in declared.items() if name in used))
-    states = (*(q.name for q in coordinates), *(q.velocity for q in coordinates if q.order == 2))
-    return Equation(expressions, states, tuple(q.order for q in coordinates), tuple(constants), stated)
+    own_values = sorted((name, value) for name, value in stated.items() if name in used)
+    states = [q.name for q in coordinates] + [q.velocity for q in moving]
+    orders = tuple(q.order for q in coordinates)
+    return Equation(expressions, tuple(states), orders, tuple(constants), tuple(own_values))
 
 
-def _by_name(coordinates, name: str):
-    return next(q for q in coordinates if q.name == name)
+def _sides(text: str, most: int) -> list[tuple[list[Token], str]]:
+    """The statements of an answer, at most `most`: the tokens of the left-hand side, and the right-hand side."""
+    if len(text) > LENGTH:
+        raise ParseError(f"over {LENGTH} characters")
+    parts = [part.strip() for part in re.split(r";|\n|,|\\\\|\band\b", text)]
+    statements = [part for part in parts if part]
+    if not 1 <= len(statements) <= most:
+        raise ParseError(f"{len(statements)} equations")
+    pairs = [one_spelling(part).replace("==", "=").replace(":=", "=").split("=") for part in statements]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ParseError("an equation has a left-hand side, one = and a right-hand side")
+    return [(tokens_of(left), right) for left, right in pairs]
 
 
-def _names_velocity(left: list[Token], right: str, coordinates, symbols: dict, velocities: dict) -> bool:
-    """Whether a statement is `dx/dt = v` or `v = dx/dt`; the name for the velocity is added to `velocities`."""
-    second = {q.name for q in coordinates if q.order == 2}
+def _names_velocity(left: list[Token], right: str, moving, symbols: dict, velocities: dict) -> bool:
+    """Whether a statement is `dx/dt = v` or `v = dx/dt`; the name for the velocity is added to `velocities`.
+
+    `moving` are the coordinates of second order.
+    """
     if len(left) != 1:
         return False
-    right = tokens_of(right)
-    pair = (left[0], right[0]) if len(right) == 1 else (left[0], left[0])
-    for derivative, name in (pair, pair[::-1]):
-        if derivative.kind == "derivative" and derivative.order == 1 and derivative.text in second:
+    second = {q.name for q in moving}
+    first, other = left[0], tokens_of(right)
+    if len(other) == 1:
+        for derivative, name in ((first, other[0]), (other[0], first)):
+            if not _is_velocity(derivative, second):
+                continue
             if name.kind != "name":
                 break
             bare = name.text.replace("_", "")
-            if velocities.get(bare, derivative.text) != derivative.text or name.text in symbols | FUNCTIONS:
+            taken = velocities.get(bare, derivative.text) != derivative.text
+            if taken or name.text in symbols or name.text in FUNCTIONS:
                 raise ParseError(f"{name.text[:20]} cannot name the velocity of {derivative.text}")
             velocities[bare] = derivative.text
             return True
-    if left[0].kind == "derivative" and left[0].order == 1 and left[0].text in second:
-        raise ParseError(f"d{left[0].text}/dt must be the velocity: {left[0].text} is of second order")
+    if _is_velocity(first, second):
+        raise ParseError(f"d{first.text}/dt must be the velocity: {first.text} is of second order")
     return False
+
+
+def _is_velocity(token: Token, second: set[str]) -> bool:
+    """Whether a token is the first derivative of a coordinate of second order."""
+    return token.kind == "derivative" and token.order == 1 and token.text in second
 
 
 def _coordinate_of(left: list[Token], coordinates, velocities: dict[str, str]) -> str:
     """The coordinate whose highest derivative a left-hand side is."""
-    if len(left) == 4 and [token.text for token in left[1:]] == ["(", "t", ")"]:
+    if [token.text for token in left[1:]] == ["(", "t", ")"]:
         left = left[:1]
-    token = left[0] if len(left) == 1 else None
-    if token is not None and token.kind == "derivative":
+    if len(left) == 1 and left[0].kind == "derivative":
+        token = left[0]
         if token.order == 1 and token.text in velocities:
             return velocities[token.text]
-        if (token.text, token.order) in {(q.name, q.order) for q in coordinates}:
-            return token.text
-    wanted = ", ".join(f"d2{q.name}/dt2" if q.order == 2 else f"d{q.name}/dt" for q in coordinates)
+        for q in coordinates:
+            if (q.name, q.order) == (token.text, token.order):
+                return q.name
+    wanted = ", ".join(left_side(q.name, q.order) for q in coordinates)
     raise ParseError(f"the left-hand side is not {wanted}")

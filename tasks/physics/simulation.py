@@ -16,9 +16,11 @@ from sympy.printing.pycode import PythonCodePrinter
 
 from tasks.physics.equations import FUNCTIONS, Equation
 
-CALLS, SECONDS = 2000, 0.8  # evaluations of the right-hand side, and wall time, of one simulation
+CALLS = 2000  # evaluations of the right-hand side in one simulation
+SECONDS = 0.8  # wall time of one simulation
 BLOW_UP = 1e9  # times the largest initial value (at least 1)
-RTOL, ATOL = 1e-4, 1e-6  # true equations lose under 1e-5 of R² by them; ATOL times the size of the initial values
+RTOL = 1e-4  # true equations lose under 1e-5 of R² by it and by ATOL
+ATOL = 1e-6  # times the size of the initial values
 
 
 class SimulationFailed(Exception):
@@ -29,12 +31,14 @@ class _Code(PythonCodePrinter):
     """Python for floats: a power of a negative number is an error, not a complex number."""
 
     def _print_Pow(self, expr, **_):
-        base, exponent = self._print(expr.base), expr.exp
+        base = self._print(expr.base)
+        exponent = expr.exp
         if exponent == -1:
             return f"(1/({base}))"
-        if exponent.is_Integer:
-            return f"(({base})**{self._print(exponent)})" if exponent > 0 else f"(1/({base})**{-exponent})"
-        return f"power({base}, {self._print(exponent)})"
+        if exponent.is_Integer and exponent <= 0:
+            return f"(1/({base})**{-exponent})"
+        written = self._print(exponent)
+        return f"(({base})**{written})" if exponent.is_Integer else f"power({base}, {written})"
 
     def _print_sign(self, expr):
         return f"sign({self._print(expr.args[0])})"
@@ -47,7 +51,8 @@ def _power(base: float, exponent: float) -> float:
 @functools.lru_cache(maxsize=1024)
 def compiled(expressions: tuple[sympy.Expr, ...], names: tuple[str, ...]):
     """A function of floats, in the order of `names`, that returns the list of the expressions' values."""
-    printer = _Code({"fully_qualified_modules": False, "allow_unknown_functions": True, "order": "none"})
+    settings = {"fully_qualified_modules": False, "allow_unknown_functions": True, "order": "none"}
+    printer = _Code(settings)
     table = FUNCTIONS | {"power": _power, "pi": math.pi}
     symbols = [sympy.Symbol(name) for name in names]
     return sympy.lambdify(symbols, list(expressions), modules=[table], printer=printer, cse=False)
@@ -77,9 +82,8 @@ def simulate(equation: Equation, values: dict[str, float], initial: dict[str, fl
     `initial` has every state by name; `values` are the parameters'; those
     that the answer states itself come before them. Raises SimulationFailed.
     """
-    values = {**values, **dict(equation.declared)}
-    n, size = len(equation.orders), len(equation.states)
-    moving = [i for i, order in enumerate(equation.orders) if order == 2]
+    values = values | dict(equation.declared)
+    n = len(equation.orders)
     try:
         function = compiled(equation.expressions, ("t", *equation.states, *equation.constants))
     except (RecursionError, SyntaxError, MemoryError, OverflowError) as error:
@@ -87,7 +91,9 @@ def simulate(equation: Equation, values: dict[str, float], initial: dict[str, fl
     constants = [float(values.get(name, math.nan)) for name in equation.constants]
     start = np.array([initial[name] for name in equation.states], dtype=float)
     scale = max(1.0, float(np.abs(start).max()))
-    deadline, count = time.perf_counter() + SECONDS, 0
+    first_order = n == len(equation.states)
+    deadline = time.perf_counter() + SECONDS
+    count = 0
 
     def slope(t: float, y: np.ndarray) -> list[float]:
         nonlocal count
@@ -102,24 +108,34 @@ def simulate(equation: Equation, values: dict[str, float], initial: dict[str, fl
             raise SimulationFailed("a value that is not finite")
         if max(map(abs, state)) > BLOW_UP * scale:
             raise SimulationFailed("blows up")
-        if n == size:
-            return result
-        out, velocity = [], n
-        for i in range(n):
-            out.append(state[velocity] if i in moving else result[i])
-            velocity += i in moving
-        return out + [result[i] for i in moving]
+        return result if first_order else derivatives(equation.orders, result, state)
 
+    span = (times[0], times[-1])
+    atol = rtol / RTOL * ATOL * scale
     try:
-        solved = solve_ivp(slope, (times[0], times[-1]), start, method=_Quiet, t_eval=times, rtol=rtol,
-                           atol=rtol / RTOL * ATOL * scale)
+        solved = solve_ivp(slope, span, start, method=_Quiet, t_eval=times, rtol=rtol, atol=atol)
     except (ZeroDivisionError, ValueError, TypeError):
         raise SimulationFailed("outside the domain of a function, or a division by zero") from None
     except OverflowError:
         raise SimulationFailed("overflow") from None
-    if not solved.success or solved.y.shape[1] != len(times) or not np.isfinite(solved.y).all():
+    whole = solved.success and solved.y.shape[1] == len(times)
+    if not whole or not np.isfinite(solved.y).all():
         raise SimulationFailed(str(solved.message))
     return solved.y[:n]
+
+
+def derivatives(orders: tuple[int, ...], highest: list[float], state: list[float]) -> list[float]:
+    """The state's derivative: of a coordinate of second order its velocity, and that one's is the right-hand side."""
+    velocities = iter(state[len(orders) :])
+    out = []
+    accelerations = []
+    for order, value in zip(orders, highest, strict=True):
+        if order == 2:
+            out.append(next(velocities))
+            accelerations.append(value)
+        else:
+            out.append(value)
+    return out + accelerations
 
 
 def r_squared(simulated: np.ndarray, observed: np.ndarray) -> float:
@@ -127,4 +143,5 @@ def r_squared(simulated: np.ndarray, observed: np.ndarray) -> float:
     with np.errstate(over="ignore"):
         residual = np.square(simulated - observed).sum(axis=1)
     total = np.square(observed - observed.mean(axis=1, keepdims=True)).sum(axis=1)
-    return float(np.clip((1 - residual / np.maximum(total, 1e-30)).mean(), 0.0, 1.0))
+    mean = (1 - residual / np.maximum(total, 1e-30)).mean()
+    return float(np.clip(mean, 0.0, 1.0))

@@ -115,8 +115,10 @@ class Instance:
 
     def plain(self) -> dict[str, Any]:
         """As JSON types."""
-        return {name: value.tolist() if isinstance(value, np.ndarray) else value
-                for name, value in vars(self).items()}
+        found = dict(vars(self))
+        for name in ("times", "clean", "observed"):
+            found[name] = found[name].tolist()
+        return found
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Instance:
@@ -131,15 +133,24 @@ def make_instance(system_id: str, number: int, part: str = "train", noise: float
     `noise` is a Gaussian's standard deviation as a share of each coordinate's own standard deviation. Parameters and
     initial values have four digits, so that a prompt can show them as they are.
     """
-    system, rng = system_of(system_id), rng_of(0, "physics", system_id, part, number)
+    system = system_of(system_id)
+    rng = rng_of(0, "physics", system_id, part, number)
 
     def draw(low: float, high: float) -> float:
         return float(f"{rng.uniform(low, high):.4g}") if high > low else float(low)
 
-    parameters = {name: draw(low, high) for name, (low, high, _) in system.parameters.items()}
-    initial = {q.name: draw(*q.start) for q in system.coordinates}
-    initial |= {q.velocity: draw(*q.velocity_start) for q in system.coordinates if q.velocity}
+    parameters = {}
+    for name, (low, high, _) in system.parameters.items():
+        parameters[name] = draw(low, high)
+    initial = {}
+    for q in system.coordinates:
+        initial[q.name] = draw(*q.start)
+    for q in system.coordinates:
+        if q.velocity:
+            initial[q.velocity] = draw(*q.velocity_start)
     times = np.linspace(0.0, system.seconds, SAMPLES)
     clean = simulate(system.parse(system.equation), parameters, initial, times, rtol=1e-8, calls=10**6)
-    observed = clean + noise * clean.std(axis=1, keepdims=True) * rng.standard_normal(clean.shape)
-    return Instance(f"{system_id}/{part}/{number}/{noise:g}", system_id, parameters, initial, times, clean, observed)
+    deviation = clean.std(axis=1, keepdims=True)
+    observed = clean + noise * deviation * rng.standard_normal(clean.shape)
+    key = f"{system_id}/{part}/{number}/{noise:g}"
+    return Instance(key, system_id, parameters, initial, times, clean, observed)

@@ -1,8 +1,8 @@
 """Task `physics`: the equation of motion from a sampled trajectory.
 
-A prompt shows a trajectory of a physical system (`tasks.physics.systems`), the completion answers with a differential equation,
-which is read (`tasks.physics.equations`), integrated (`tasks.physics.simulation`) and compared, in processes of their own
-(`sandbox.workers`). Data are drawn from seeds: nothing is downloaded.
+A prompt shows a trajectory of a physical system (`tasks.physics.systems`), the completion answers with a differential
+equation, which is read (`tasks.physics.equations`), integrated (`tasks.physics.simulation`) and compared, in processes
+of their own (`sandbox.workers`). Data are drawn from seeds: nothing is downloaded.
 
     python -m tasks.physics sft --model Qwen/Qwen2.5-1.5B-Instruct --out runs/sft      # supervised warm start
     python train_grpo.py --preset physics --init-adapter runs/sft
@@ -26,8 +26,29 @@ from tasks.physics.systems import SYSTEMS, Instance, make_instance, system_of
 Ablation = Literal["none", "no_match_dense", "no_correctness", "no_simplicity", "no_format", "no_progress"]
 SHOWN = 6  # held-out prompts whose trajectories go to eval.jsonl, and from there into the plots
 
+# Columns of metrics.csv, each with its meaning.
+COLUMNS = {
+    "parsed_share": "physics: share of completions that are an equation of the system",
+    "simulated_share": "physics: share of completions that can also be integrated",
+    "match": "physics: mean R² of the simulated against the observed trajectory, clipped to [0, 1]",
+    "correctness": "physics: share of completions with R² ≥ 0.70",
+}
+NEW_SYSTEMS = {"match_new_systems": "physics: `match` on the systems that are held out whole"}
+
 
 # ---- the task
+@dataclasses.dataclass(frozen=True)
+class TrajectoryOptions:
+    """Which trajectories there are, and what a prompt shows of one; the supervised stage has these flags too."""
+
+    system_ids: tuple[str, ...] = ()  # systems to train on; empty: all but --heldout-systems
+    heldout_systems: tuple[str, ...] = ("driven_damped_spring", "newton_cooling")  # only in evaluation
+    instances_per_system: int = 32  # training instances (parameters, initial state, noise) of each system
+    noise: float = 0.01  # of the observation, as a share of each variable's standard deviation
+    table_rows: int = 12  # samples of the trajectory that a prompt shows
+    prompt_style: Literal["full", "brief"] = "full"  # brief: few tokens, for a tiny model
+
+
 class PhysicsTask(Task):
     """Equations of motion from trajectories.
 
@@ -35,13 +56,7 @@ class PhysicsTask(Task):
     """
 
     @dataclasses.dataclass(frozen=True)
-    class Options:
-        system_ids: tuple[str, ...] = ()  # systems to train on; empty: all but --heldout-systems
-        heldout_systems: tuple[str, ...] = ("driven_damped_spring", "newton_cooling")  # only in evaluation
-        instances_per_system: int = 32  # training instances (parameters, initial state, noise) of each system
-        noise: float = 0.01  # of the observation, as a share of each variable's standard deviation
-        table_rows: int = 12  # samples of the trajectory that a prompt shows
-        prompt_style: Literal["full", "brief"] = "full"  # brief: few tokens, for a tiny model
+    class Options(TrajectoryOptions):
         ablation: Ablation = "none"  # leave a component out; no_progress is another name of the full set
         refine_turns: int = 0  # further turns in which the model sees its R² and may improve its equation
         weight_match: float = 1.0  # weight of R²
@@ -54,28 +69,37 @@ class PhysicsTask(Task):
         sft_checkpoint: str = ""  # begin from this merged model (folder or hub id), as --model does
         score_workers: int = 0  # processes that judge completions; 0: one a core, at most 16
 
-    columns = ("parsed_share", "simulated_share", "match", "correctness")
-    eval_columns = (*columns, "match_new_systems")
+    columns = COLUMNS
+    eval_columns = COLUMNS | NEW_SYSTEMS
 
     def __init__(self, args):
         super().__init__(args)
         self._check(args)
-        names = [*COMPONENTS, *(["progress"] if args.refine_turns else [])]
+        names = list(COMPONENTS)
+        if args.refine_turns:
+            names.append("progress")
         left_out = "" if args.ablation == "no_progress" else args.ablation.removeprefix("no_")
         self.parts = tuple(name for name in names if name != left_out)
         self.weights = {name: getattr(args, f"weight_{name}") for name in self.parts}
         self.workers = shared_workers("tasks.physics.judging:score_job", args.score_workers)
         self.workers.start()  # their imports take a second: meanwhile the model loads
-        self.parsed = self.answers = 0
+        self.parsed = 0
+        self.answers = 0
         self.new = [] if args.system_ids else list(args.heldout_systems)
         known = list(args.system_ids) or [name for name in SYSTEMS if name not in self.new]
         train = [self._prompt(name, i, "train") for i in range(args.instances_per_system) for name in known]
         turn = [*known, *self.new]
-        held = [self._prompt(turn[i % len(turn)], i // len(turn), "heldout") for i in range(args.eval_size)]
-        self.deal(train[: args.limit] if args.limit else train, held)
+        held = []
+        for i in range(args.eval_size):
+            number, place = divmod(i, len(turn))
+            held.append(self._prompt(turn[place], number, "heldout"))
+        if args.limit:
+            train = train[: args.limit]
+        self.deal(train, held)
         if self.new:
             self.notes.append(f"{', '.join(self.new)} are held out whole: only evaluation shows them")
-        if not (args.init_adapter or args.sft_checkpoint) and args.model != "tiny" and not Path(args.model).exists():
+        warmed = args.init_adapter or args.sft_checkpoint or args.model == "tiny"
+        if not warmed and not Path(args.model).exists():
             self.notes.append("warning: neither --init-adapter nor --sft-checkpoint is given: GRPO begins from a model "
                               "that has seen no answer of this form (python -m tasks.physics sft makes a warm start)")
 
@@ -92,16 +116,18 @@ class PhysicsTask(Task):
                             "--score-workers 0 or more")
         if not 0 <= args.noise <= 1:
             raise UserError(f"--noise {args.noise} is a share of the signal, from 0 to 1")
-        if not all(0 <= getattr(args, f"weight_{name}") < 1e6 for name in (*COMPONENTS, "progress")):
-            raise UserError("the weights of the reward components (--weight-match and so on) must be 0 or more")
+        for name in (*COMPONENTS, "progress"):
+            if not 0 <= getattr(args, f"weight_{name}") < 1e6:
+                raise UserError("the weights of the reward components (--weight-match and so on) must be 0 or more")
         if args.init_adapter and args.sft_checkpoint:
             raise UserError("--init-adapter and --sft-checkpoint are two starting points; give one of them")
 
     def _prompt(self, system_id: str, number: int, part: str) -> Prompt:
         instance = make_instance(system_id, number, part, self.args.noise)
-        text = {"full": full_prompt, "brief": brief_prompt}[self.args.prompt_style](instance, self.args.table_rows)
-        return Prompt([{"role": "user", "content": text}], instance.system.equation,
-                      {"instance": instance, "new": system_id in self.new})
+        write = full_prompt if self.args.prompt_style == "full" else brief_prompt
+        messages = [{"role": "user", "content": write(instance, self.args.table_rows)}]
+        meta = {"instance": instance, "new": system_id in self.new}
+        return Prompt(messages, instance.system.equation, meta)
 
     def start_from(self) -> str:
         """The model, or the adapter on its base, that --init-adapter or --sft-checkpoint names."""
@@ -118,11 +144,15 @@ class PhysicsTask(Task):
     # ---- judging
     def judge_texts(self, asked: list[tuple[Prompt, str]], curve: bool = False) -> list[dict[str, Any]]:
         """`score_answer` of each, in the workers; equal questions are asked once."""
-        keys = [(prompt.meta["instance"].key, text[-TAIL:]) for prompt, text in asked]
-        instances = {prompt.meta["instance"].key: prompt.meta["instance"] for prompt, _ in asked}
-        plain = {key: instance.plain() for key, instance in instances.items()}
-        jobs = [{"instance": plain[key], "text": text, "curve": curve} for key, text in dict.fromkeys(keys)]
-        results = dict(zip(dict.fromkeys(keys), self.workers.map(jobs), strict=True))
+        jobs: dict[tuple, dict[str, Any]] = {}  # by instance and what of a text counts
+        keys = []
+        for prompt, text in asked:
+            instance = prompt.meta["instance"]
+            key = (instance.key, text[-TAIL:])
+            keys.append(key)
+            if key not in jobs:
+                jobs[key] = {"instance": instance.plain(), "text": key[1], "curve": curve}
+        results = dict(zip(jobs, self.workers.map(list(jobs.values())), strict=True))
         return [results[key] or FAILED for key in keys]
 
     def score(self, rollouts: list[Rollout]) -> list[Score]:
@@ -130,27 +160,34 @@ class PhysicsTask(Task):
 
     def score_all(self, groups: list[list[Rollout]]) -> list[list[Score]]:
         rollouts = [rollout for group in groups for rollout in group]
-        said = [[turn["content"] for turn in rollout.turns if turn["role"] == "assistant"] or [""]
-                for rollout in rollouts]
+        said = [answers_of(rollout) or [""] for rollout in rollouts]
         first = self.judge_texts([(r.prompt, texts[0]) for r, texts in zip(rollouts, said, strict=True)])
-        last = self.judge_texts([(r.prompt, texts[-1]) for r, texts in zip(rollouts, said, strict=True)]
-                                ) if any(len(texts) > 1 for texts in said) else first
-        scores = iter([self._score(*pair) for pair in zip(first, last, strict=True)])
+        last = first
+        if any(len(texts) > 1 for texts in said):
+            last = self.judge_texts([(r.prompt, texts[-1]) for r, texts in zip(rollouts, said, strict=True)])
+        scores = map(self._score, first, last)
         return [[next(scores) for _ in group] for group in groups]
 
     def _score(self, first: dict[str, Any], last: dict[str, Any]) -> Score:
-        values = {name: last[name] for name in COMPONENTS} | {"progress": last["match"] - first["match"]}
+        values = {name: last[name] for name in COMPONENTS}
+        values["progress"] = last["match"] - first["match"]
         parts = {name: weight * values[name] for name, weight in self.weights.items()}
-        flags = {"correct": last["recovered"], "answer": last["equation"], "match": last["match"],
-                 "parsed": last["parsed"], "simulated": last["format"] > 0, "reason": last["reason"]}
+        flags = {
+            "correct": last["recovered"],
+            "answer": last["equation"],
+            "match": last["match"],
+            "parsed": last["parsed"],
+            "simulated": last["format"] > 0,
+            "reason": last["reason"],
+        }
         return Score(sum(parts.values()), parts, flags)
 
     def reply(self, rollout: Rollout) -> list[dict] | None:
         """A refinement: the last equation, its R² and where it fails, until it fits or the turns are used up."""
-        said = [turn["content"] for turn in rollout.turns if turn["role"] == "assistant"]
+        said = answers_of(rollout)
         if len(said) > self.args.refine_turns:
             return None
-        result = self.judge_texts([(rollout.prompt, said[-1])])[0]
+        (result,) = self.judge_texts([(rollout.prompt, said[-1])])
         if result["match"] >= RECOVERED:
             return None
         if result["worst"] is None:
@@ -170,21 +207,29 @@ class PhysicsTask(Task):
 
     def observe_eval(self, groups: list[Group]) -> dict[str, float]:
         flags = [score.flags for group in groups for score in group.scores]
+        row = shares(flags)
         new = [score.flags["match"] for group in groups for score in group.scores if group.prompt.meta["new"]]
-        return shares(flags) | ({"match_new_systems": float(np.mean(new))} if new else {})
+        if new:
+            row["match_new_systems"] = float(np.mean(new))
+        return row
 
     def eval_fields(self, index: int, group: Group) -> dict[str, Any]:
         """For the first held-out prompts the observed trajectory and the answer's, which the plots show."""
         if index >= SHOWN:
             return {}
         instance: Instance = group.prompt.meta["instance"]
-        answer = group.rollouts[0].turns[-1]["content"] if group.rollouts[0].turns else ""
-        found = self.judge_texts([(group.prompt, answer)], curve=True)[0]
+        turns = group.rollouts[0].turns
+        answer = turns[-1]["content"] if turns else ""
+        (found,) = self.judge_texts([(group.prompt, answer)], curve=True)
         names = [q.name for q in instance.system.coordinates]
-        points = dict(zip(names, instance.observed.tolist(), strict=True))
-        lines = dict(zip(names, found["curve"], strict=True)) if found["curve"] else {}
-        return {"curves": {"title": f"{instance.system_id}  R² {found['match']:.2f}", "x_label": "t (s)",
-                           "x": instance.times.tolist(), "points": points, "lines": lines}}
+        curves = {
+            "title": f"{instance.system_id}  R² {found['match']:.2f}",
+            "x_label": "t (s)",
+            "x": instance.times.tolist(),
+            "points": dict(zip(names, instance.observed.tolist(), strict=True)),
+            "lines": dict(zip(names, found["curve"], strict=True)) if found["curve"] else {},
+        }
+        return {"curves": curves}
 
     def ended(self, rows: list[dict]) -> list[str]:
         """How to read what the run printed. TrainingFailed where no rollout ever parsed."""
@@ -210,8 +255,13 @@ class PhysicsTask(Task):
         return [self._prompt(name, i, "train") for i in range(64) for name in systems] * 8
 
     def demonstrations(self, prompts: list[Prompt]) -> list[list[dict]]:
-        return [[{"role": "assistant", "content": demonstration(prompt.meta["instance"], place)}]
-                for place, prompt in enumerate(prompts)]
+        answers = [demonstration(prompt.meta["instance"], place) for place, prompt in enumerate(prompts)]
+        return [[{"role": "assistant", "content": answer}] for answer in answers]
+
+
+def answers_of(rollout: Rollout) -> list[str]:
+    """What the policy said in its turns."""
+    return [turn["content"] for turn in rollout.turns if turn["role"] == "assistant"]
 
 
 def shares(flags: list[dict[str, Any]]) -> dict[str, float]:
@@ -219,9 +269,14 @@ def shares(flags: list[dict[str, Any]]) -> dict[str, float]:
     if not flags:
         return {}
     match = np.array([flag.get("match", 0.0) for flag in flags])
-    return {"parsed_share": float(np.mean([bool(flag.get("parsed")) for flag in flags])),
-            "simulated_share": float(np.mean([bool(flag.get("simulated")) for flag in flags])),
-            "match": float(match.mean()), "correctness": float((match >= CORRECT).mean())}
+    parsed = [bool(flag.get("parsed")) for flag in flags]
+    simulated = [bool(flag.get("simulated")) for flag in flags]
+    return {
+        "parsed_share": float(np.mean(parsed)),
+        "simulated_share": float(np.mean(simulated)),
+        "match": float(match.mean()),
+        "correctness": float((match >= CORRECT).mean()),
+    }
 
 
 def download_adapter(name: str) -> str:

@@ -28,45 +28,61 @@ PROMPT = [{"role": "user", "content": "Explain <concept><INJECT></concept>."}]
 
 
 def make(path: Path, rows: int, d: int, row_group: int) -> None:
-    schema = pa.schema([("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-                        ("activation_vector", pa.list_(pa.float32())), ("doc_id", pa.string()),
-                        ("unused", pa.string())])
+    text = pa.string()
+    message = pa.struct([("role", text), ("content", text)])
+    schema = pa.schema([
+        ("prompt", pa.list_(message)),
+        ("activation_vector", pa.list_(pa.float32())),
+        ("doc_id", text),
+        ("unused", text),
+    ])
     rng = np.random.default_rng(0)
 
     def batch(first: int, count: int) -> pa.RecordBatch:
         numbers = pa.array(rng.standard_normal(count * d, np.float32))
-        vectors = pa.ListArray.from_arrays(pa.array(range(0, count * d + 1, d), pa.int32()), numbers)
+        edges = pa.array(range(0, count * d + 1, d), pa.int32())
+        vectors = pa.ListArray.from_arrays(edges, numbers)
+        prompts = pa.array([PROMPT] * count, schema.field(0).type)
         ids = [f"document {first + i}" for i in range(count)]
-        return pa.record_batch([pa.array([PROMPT] * count, schema.field(0).type), vectors, ids, ["x" * 2000] * count],
-                               schema=schema)
+        unused = ["x" * 2000] * count
+        return pa.record_batch([prompts, vectors, ids, unused], schema=schema)
 
     with pa.parquet.ParquetWriter(path, schema, use_dictionary=False) as file:
         if row_group < rows:
             for first in range(0, rows, row_group):
-                file.write_batch(batch(first, min(row_group, rows - first)), row_group_size=row_group)
+                count = min(row_group, rows - first)
+                file.write_batch(batch(first, count), row_group_size=row_group)
         else:
-            file.write_table(pa.Table.from_batches([batch(0, rows)]), row_group_size=rows)
+            table = pa.Table.from_batches([batch(0, rows)])
+            file.write_table(table, row_group_size=rows)
 
 
 def memory(name: str) -> float:
     """MB that the process holds (VmRSS), or held at most (VmHWM)."""
-    return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+    status = Path("/proc/self/status").read_text()
+    kilobytes = re.search(rf"{name}:\s+(\d+)", status)[1]
+    return int(kilobytes) / 1024
 
 
 def read(path: Path, d: int) -> None:
     meta = Meta("m", 0, d, "@", 1, 1, 1, 1.0, "")
-    before, start, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
+    before = memory("VmRSS")
+    start = time.perf_counter()
+    start_cpu = time.process_time()
     total = pa.parquet.ParquetFile(path).metadata.num_rows
     for count, _ in enumerate(read_rows(path, 0, meta), 1):
         if count == 1:
-            first, first_cpu = time.perf_counter() - start, time.process_time() - cpu
+            first = time.perf_counter() - start
+            first_cpu = time.process_time() - start_cpu
         if count == total // 10:
-            early = memory("VmHWM")
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    print(f"{path.name}: {path.stat().st_size / 2**30:.2f} GB, {count} rows; first row after {first:.2f} s "
-          f"({first_cpu:.2f} s of CPU time), whole file {seconds:.1f} s ({cpu:.1f} s); memory over the "
-          f"start: {early - before:.0f} MB at most in the first tenth, {memory('VmHWM') - before:.0f} MB in all",
-          flush=True)
+            early = memory("VmHWM") - before
+    seconds = time.perf_counter() - start
+    cpu = time.process_time() - start_cpu
+    most = memory("VmHWM") - before
+    size = path.stat().st_size / 2**30
+    print(f"{path.name}: {size:.2f} GB, {count} rows; first row after {first:.2f} s ({first_cpu:.2f} s of CPU time), "
+          f"whole file {seconds:.1f} s ({cpu:.1f} s); memory over the start: {early:.0f} MB at most in the first "
+          f"tenth, {most:.0f} MB in all", flush=True)
 
 
 def main() -> None:
@@ -84,7 +100,8 @@ def main() -> None:
             path = Path(folder) / f"row groups of {row_group}.parquet"
             make(path, rows, own.d, row_group)
             os.sync()
-            subprocess.run([sys.executable, __file__, "--read", str(path), "--d", str(own.d)], check=True)
+            command = [sys.executable, __file__, "--read", str(path), "--d", str(own.d)]
+            subprocess.run(command, check=True)
             path.unlink()
 
 

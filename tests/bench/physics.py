@@ -23,8 +23,17 @@ from tasks.physics.prompts import variants
 from tasks.physics.systems import SYSTEMS, make_instance
 from tasks.physics.task import PhysicsTask
 
-HOSTILE = ["1e9*sin(1e9*t)", "1e12*({q} - sin(t))", "-1e8*{q}*t", "exp({q}^4)*1e6", "{q}^9", "1/(t - 1)",
-           "log({q} - 1e3)", "sign(sin(1e5*t))*1e4", "(({q}+1)^12+1)^0.5*tan(1e3*t)"]
+HOSTILE = [
+    "1e9*sin(1e9*t)",
+    "1e12*({q} - sin(t))",
+    "-1e8*{q}*t",
+    "exp({q}^4)*1e6",
+    "{q}^9",
+    "1/(t - 1)",
+    "log({q} - 1e3)",
+    "sign(sin(1e5*t))*1e4",
+    "(({q}+1)^12+1)^0.5*tan(1e3*t)",
+]
 
 
 def batch(turn: int, hostile: str = "") -> list[tuple[Prompt, str]]:
