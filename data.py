@@ -152,11 +152,12 @@ class WarmStart:
 
     def demonstration_prompts(self) -> list[Prompt]:
         """The prompts that the warm start draws from (never a held-out one)."""
-        raise no_demonstrations(self)
+        raise UserError("--model tiny, the default, learns from a task's demonstrations, and "
+                        f"{type(self).__name__} has none; name a model with --model")
 
     def demonstrations(self, prompts: list[Prompt]) -> list[list[dict]]:
         """For each prompt the messages that follow it in a worked example: the supervised warm start's data."""
-        raise no_demonstrations(self)
+        raise NotImplementedError
 
     def worked_turn(self, rollout: Rollout) -> str | None:
         """The right next turn of a conversation, what --bc-coef imitates; None: there is none, or it is not known."""
@@ -182,7 +183,7 @@ class Reports:
         """After an evaluation of a run: lines for the console; may write files of its own into the run's folder."""
         return []
 
-    def ended(self, rows: list[dict]) -> list[str]:
+    def summary(self, rows: list[dict]) -> list[str]:
         """Lines for the console at the run's end. Raises TrainingFailed where the run came to nothing."""
         return []
 
@@ -195,26 +196,22 @@ class Reports:
 
 
 class Task(ModelHooks, WarmStart, Reports):
-    """The interface between the loop and a problem. Subclass it and override what the task needs: `prompts` and
-    `heldout` (or `deal` in `__init__`), and `score`.
-
-    A task owns its data: it is built from the resolved flags (`Options` adds its own to the command line), reads its
-    records, and deals prompts. `parts` names the reward parts, so that the columns of metrics.csv are known before the
-    first row. What few tasks need is in the three classes above.
-    """
+    """The interface between the loop and a problem. A newcomer's task overrides `prompts` and `heldout` (or calls
+    `set_prompts` in `__init__`) and `score`; what few tasks need is in the three classes above. A task is built from
+    the resolved flags, to which `Options` adds its own, and owns its data."""
 
     @dataclasses.dataclass(frozen=True)
     class Options:
         """Flags of this task, in the style of `Args`: one typed field a flag, its comment is the help."""
 
-    parts: ClassVar[tuple[str, ...]] = ()
+    parts: ClassVar[tuple[str, ...]] = ()  # of the reward, so that the columns are known before the first row
     template_kwargs: ClassVar[dict] = {}  # passed to the chat template, e.g. {"enable_thinking": False}
 
     def __init__(self, args):
         self.args = args
         self.notes: list[str] = []  # one sentence each, for the console at the start (dropped records and the like)
         self.train: list[Prompt] = []
-        self.held: list[Prompt] = []
+        self.heldout_prompts: list[Prompt] = []
         self.run_folder: Path | None = None  # of the run, once there is one
         self.sampler: Sampler | None = None
 
@@ -226,7 +223,7 @@ class Task(ModelHooks, WarmStart, Reports):
 
     def heldout(self) -> list[Prompt]:
         """The fixed evaluation prompts: no training prompt is among them."""
-        return self.held
+        return self.heldout_prompts
 
     def turns(self) -> int:
         """Assistant turns that a rollout may take where the task replies."""
@@ -254,51 +251,43 @@ class Task(ModelHooks, WarmStart, Reports):
         if self.sampler and state["sampler"]:
             self.sampler.load_state_dict(state["sampler"])
 
-    # ---- the prompts that are dealt
-    def deal(self, train: list[Prompt], held: list[Prompt], alpha: float = 0.0) -> None:
+    def set_prompts(self, train: list[Prompt], heldout: list[Prompt], alpha: float = 0.0) -> None:
         """Make these the prompts, with a sampler begun anew; each training prompt's `meta["index"]` is its place."""
         self.train = [dataclasses.replace(prompt, meta={**prompt.meta, "index": i}) for i, prompt in enumerate(train)]
-        self.held = held
+        self.heldout_prompts = heldout
         self.alpha = alpha
         self.sampler = Sampler(len(train), self.args.seed, alpha) if train else None
 
-    def keep(self, usable: Callable[[Prompt], bool]) -> int:
+    def drop_prompts(self, usable: Callable[[Prompt], bool]) -> int:
         """Drop the prompts that are not `usable` (too long for the context); returns how many were dropped."""
         train = [prompt for prompt in self.train if usable(prompt)]
-        held = [prompt for prompt in self.held if usable(prompt)]
-        dropped = len(self.train) + len(self.held) - len(train) - len(held)
+        heldout = [prompt for prompt in self.heldout_prompts if usable(prompt)]
+        dropped = len(self.train) + len(self.heldout_prompts) - len(train) - len(heldout)
         if self.train and not train:
             raise UserError("no training prompt fits; check --max-prompt, --max-new and the model's context length")
         if dropped:
-            self.deal(train, held, self.alpha)
+            self.set_prompts(train, heldout, self.alpha)
         return dropped
 
-    # ---- groups that are more than a prompt's samples
-    def live(self) -> int:
-        """Completions that are sampled for each prompt; fewer than --group where `regroup` adds finished ones."""
+    def samples_per_prompt(self) -> int:
+        """Completions that are sampled for each prompt; fewer than --group where `adjust_groups` adds finished ones."""
         return self.args.group
 
-    def regroup(self, groups: list[Group]) -> list[Group]:
+    def adjust_groups(self, groups: list[Group]) -> list[Group]:
         """The scored groups as the advantages see them: finished rollouts may join one, auxiliary groups may follow."""
         return groups
 
     def score_all(self, groups: list[list[Rollout]]) -> list[list[Score] | Exception]:
         """Judge the groups of a step; overridden where a batch is cheaper. A failure is that group's result."""
-        return [_attempt(self.score, group) for group in groups]
-
-
-def no_demonstrations(task: Task) -> UserError:
-    return UserError(f"--model tiny, the default, learns from a task's demonstrations, and {type(task).__name__} has "
-                     "none; name a model with --model")
-
-
-def _attempt(fn: Callable, *args):
-    try:
-        return fn(*args)
-    except UserError:
-        raise
-    except Exception as error:  # a task's fault in one group is this group's result; the loop counts and decides
-        return error
+        results: list[list[Score] | Exception] = []
+        for group in groups:
+            try:
+                results.append(self.score(group))
+            except UserError:
+                raise
+            except Exception as error:
+                results.append(error)
+        return results
 
 
 # ------------------------------------------------------------------------------------------------ task registry
@@ -344,10 +333,8 @@ def nearest(name: str, names) -> str:
 
 # ------------------------------------------------------------------------------------------------ randomness
 def seed_of(seed: int, *key: int | str) -> int:
-    """A 63-bit seed for one purpose: the only source of randomness, so that a resume has nothing to restore.
-
-    Every draw of a run comes from a generator seeded by (run seed, purpose, step, ...), never from a stream.
-    """
+    """A 63-bit seed for one purpose. Every draw of a run comes from a generator seeded by (run seed, purpose, step, …),
+    never from a stream, so that a resume has nothing to restore."""
     digest = hashlib.blake2b(json.dumps([seed, *key]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -410,11 +397,10 @@ def load_prompts(source: str, convert: Callable[[dict], Prompt | None], max_bad:
     bad, out = BadRecords(source), []
     for record, where in read_records(source, bad, split):
         try:
-            prompt = convert(record)
-            out += [prompt] if prompt is not None else []
+            out.append(convert(record))
         except ValueError as reason:
             bad.add(str(reason), where)
-    return out, bad.check(max_bad)
+    return [prompt for prompt in out if prompt is not None], bad.check(max_bad)
 
 
 def train_and_heldout(args, convert: Callable[[dict], Prompt | None]) -> tuple[list[Prompt], list[Prompt], list[str]]:
@@ -439,16 +425,13 @@ def train_and_heldout(args, convert: Callable[[dict], Prompt | None]) -> tuple[l
         train = [prompt for i, prompt in enumerate(train) if i not in picked]
         notes.append((f"{count} held-out prompts were cut from {args.data}" if count else "nothing is held out")
                      + "; --eval-data names a file of their own")
-    if args.limit:
-        train = train[: args.limit]
-    return train, held, notes
+    return train[: args.limit or None], held, notes
 
 
 def without_heldout(train: list[Prompt], heldout: list[Prompt], key: Callable[[Prompt], str], noun: str
                     ) -> tuple[list[Prompt], list[str]]:
-    """Decontamination: the training prompts whose `key` no held-out one has, and the note on the others, called `noun`.
-
-    There is no note where none is left: then both are the same data."""
+    """Decontamination: the training prompts whose `key` no held-out one has, and the note on the others, called `noun`
+    (none where none is left: then both are the same data)."""
     seen = {key(prompt) for prompt in heldout}
     kept = [prompt for prompt in train if key(prompt) not in seen]
     removed = len(train) - len(kept)

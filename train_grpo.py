@@ -847,10 +847,10 @@ def collect(policy: Policy, task: Task, args, step: int, clock: Clock, stop: Sto
             if queue:
                 rolled = queue.take(missing, step, temperature, stop.check)
             else:
-                rolled = policy.sample(task.prompts(missing), task.live(), temperature, step, turn)
+                rolled = policy.sample(task.prompts(missing), task.samples_per_prompt(), temperature, step, turn)
         stop.check()
         with clock("score"), stop.scoring():
-            groups = task.regroup(score_groups(task, rolled, args))
+            groups = task.adjust_groups(score_groups(task, rolled, args))
         stop.check()
         sampled += groups
         kept += [group for group in groups if not (group.auxiliary or is_constant(group, args))]
@@ -951,7 +951,7 @@ def set_up(args, sources: dict[str, str], command, log: Console):
     for note in task.notes:
         log(note)
     policy = load_policy(args, task, log)
-    dropped = task.keep(policy.fits)
+    dropped = task.drop_prompts(policy.fits)
     if dropped:
         limit = f", --max-prompt {args.max_prompt}" if args.max_prompt else ""
         log(f"{dropped} prompts leave no room for {args.max_new} new tokens (context {policy.context}{limit}) and were "
@@ -1087,7 +1087,7 @@ def main(argv: list[str] | None = None) -> int:
                 ending.status = (f"stopped early: reward std under {args.early_stop_std} for "
                                  f"{args.early_stop_patience} steps")
                 break
-        for line in [*first_to_last(run.rows), *task.ended(run.rows)]:
+        for line in [*first_to_last(run.rows), *task.summary(run.rows)]:
             log(line)
     return ending.code
 

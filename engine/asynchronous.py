@@ -235,7 +235,7 @@ class RolloutQueue:
             allowed -= len(prompts)
             self.outstanding += len(prompts)
             self.numbers += 1
-            ticket = Ticket(self.numbers, prompts, self.task.live(), temperature)
+            ticket = Ticket(self.numbers, prompts, self.task.samples_per_prompt(), temperature)
             with self.condition:
                 self.tickets.append(ticket)
                 self.condition.notify_all()

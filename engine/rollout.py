@@ -151,7 +151,7 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
         ids = policy.encode(prompt)
         if len(ids) >= policy.context:
             raise UserError(f"a prompt of {len(ids)} tokens leaves no room in the context of {policy.context}; raise "
-                            "--context, or let the task's keep() drop it")
+                            "--context, or let the task's drop_prompts() leave it out")
         for _ in range(n):
             rows.append(Rollout(prompt, list(ids), [], [], [], [], "", []))
     longest = max((len(row.ids) for row in rows), default=0) + args.max_new * policy.task.turns()

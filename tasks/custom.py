@@ -45,7 +45,7 @@ class CustomTask(Task):
         if not train and args.data != args.eval_data:
             raise UserError(f"no training prompts of {args.data} are left beside the held-out ones")
         self.steps = 0  # steps observed so far: the functions' trainer_state.global_step
-        self.deal(train, heldout)
+        self.set_prompts(train, heldout)
 
     def _add_reward(self, spec: str) -> None:
         try:

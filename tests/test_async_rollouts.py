@@ -111,7 +111,7 @@ class Listed(WordTask):
 
     def __init__(self, args):
         super().__init__(args)
-        self.deal([Prompt(f"w{3 + i}") for i in range(8)], [])
+        self.set_prompts([Prompt(f"w{3 + i}") for i in range(8)], [])
 
 
 def make_ahead(*flags, state=None, version=0, said=None):

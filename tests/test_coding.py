@@ -304,7 +304,7 @@ def test_a_file_of_problems_is_read_and_those_that_cannot_be_graded_are_dropped(
     path = tmp_path / "own.jsonl"
     path.write_text(json_lines(records))
     task = load_task("code")(core_args("code", data=str(path)))
-    assert len(task.train) + len(task.held) == 20
+    assert len(task.train) + len(task.heldout_prompts) == 20
     assert any("1 of 21 problems were dropped" in note and "bad" in note for note in task.notes)
 
 
@@ -398,15 +398,15 @@ def test_a_written_pool_joins_groups_with_its_labels(tmp_path):
     folder = tmp_path / "pool"
     writer = code_task(write_pool=str(folder))
     group = scored_group(writer)
-    writer.regroup([group])
+    writer.adjust_groups([group])
     (file,) = folder.glob("prompt_*.jsonl.gz")
     assert len(read_lines(file)) == 4
     reader = code_task(teacher_pool=str(folder), mix=0.5)
     reader.pool.prepare(Speaker(), reader)
     (kept,) = reader.train
     assert kept.meta["problem"]["id"] == group.prompt.meta["problem"]["id"]
-    assert reader.live() == 2
-    (mixed,) = reader.regroup([scored_group(reader, 2)])
+    assert reader.samples_per_prompt() == 2
+    (mixed,) = reader.adjust_groups([scored_group(reader, 2)])
     assert len(mixed.rollouts) == len(mixed.scores) == 4
     assert cached_places(reader, mixed) == [False, False, True, True]
     for row, score in zip(mixed.rollouts[2:], mixed.scores[2:], strict=True):
@@ -416,7 +416,7 @@ def test_a_written_pool_joins_groups_with_its_labels(tmp_path):
         assert score.reward == float(row.ids[-1] - 8)
     assert reader.pool.rates([mixed])["pool_share"] == 0.5
     assert reader.state_dict()["pool"] == [1, 0]
-    (again,) = reader.regroup([scored_group(reader, 2)])  # a second round of the same step
+    (again,) = reader.adjust_groups([scored_group(reader, 2)])  # a second round of the same step
     assert cached_places(reader, again) == [False, False, True, True]
     reader.ledger.see(mixed.rollouts, torch.tensor([[-1.0, -2.0], [-3.0, 0.0], [-0.5, -0.5], [-0.5, -2.5]]))
     seen = reader.ledger.count([mixed])
@@ -433,9 +433,9 @@ def test_a_step_that_is_made_again_adds_nothing_to_a_written_pool(tmp_path):
     for _ in range(2):  # the second is a resumed run
         writer = code_task(write_pool=str(tmp_path / "pool"))
         group = scored_group(writer)
-        writer.regroup([group])
+        writer.adjust_groups([group])
     writer.pool.steps = 1
-    writer.regroup([group])
+    writer.adjust_groups([group])
     (file,) = (tmp_path / "pool").iterdir()
     places = [(record["step"], record["row"]) for record in read_lines(file)]
     assert places == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]
@@ -542,12 +542,12 @@ def test_a_long_table_is_thinned_and_ends_with_the_last_step():
 def test_both_sources_keep_at_least_one_place(group, mix, finished):
     args = types.SimpleNamespace(teacher_pool="x", mix=mix, group=group, write_pool="", make_pool=0, seed=0)
     pool = TeacherPool(args)
-    assert pool.finished() == finished and pool.live() == group - finished
+    assert pool.finished() == finished and pool.samples_per_prompt() == group - finished
 
 
 def test_a_pool_of_another_tokenizer_is_refused(tmp_path):
     writer = code_task(write_pool=str(tmp_path / "pool"))
-    writer.regroup([scored_group(writer)])
+    writer.adjust_groups([scored_group(writer)])
     reader = code_task(teacher_pool=str(tmp_path / "pool"))
     other = types.SimpleNamespace(encode=lambda prompt: [1, 2, 3])
     with pytest.raises(UserError, match="another tokenizer"):

@@ -89,10 +89,10 @@ def explained(prompt, text: str):
 def test_no_document_is_in_training_and_held_out():
     task = NlaTask(task_args())
     train = {prompt.meta["doc_id"] for prompt in task.train}
-    held = {prompt.meta["doc_id"] for prompt in task.held}
+    held = {prompt.meta["doc_id"] for prompt in task.heldout_prompts}
     assert train and held
     assert not train & held
-    assert all(prompt.inject.shape == (32,) for prompt in task.train + task.held)
+    assert all(prompt.inject.shape == (32,) for prompt in task.train + task.heldout_prompts)
 
 
 def test_scores_are_those_of_the_normalised_error():
@@ -150,7 +150,7 @@ def test_the_columns_are_means_over_what_could_be_read():
 def test_the_controls_replace_words_and_documents(monkeypatch):
     """Errors are looked up in a table, so each control's FVE is known."""
     task = NlaTask(task_args())
-    prompts = task.held[:3]
+    prompts = task.heldout_prompts[:3]
     asked = []
 
     def errors(texts, gold):
@@ -188,17 +188,17 @@ def test_the_judge_is_asked_with_the_rows_own_source_and_quirk(monkeypatch):
         seen.extend(rows)
         return {}
 
-    task.held[0].meta.update(quirk="it rhymes", source="Anna")
+    task.heldout_prompts[0].meta.update(quirk="it rhymes", source="Anna")
     monkeypatch.setattr("tasks.nla.judges.evaluate", evaluate)
-    task.observe_eval(judged(task, task.held[:2], ["<explanation>Anna</explanation>"] * 2))
+    task.observe_eval(judged(task, task.heldout_prompts[:2], ["<explanation>Anna</explanation>"] * 2))
     first, second = seen
     assert (first.source, first.quirk) == ("Anna", "it rhymes")
-    assert (second.source, second.quirk) == (task.held[1].meta["source"], None)
+    assert (second.source, second.quirk) == (task.heldout_prompts[1].meta["source"], None)
 
 
 def test_a_judge_that_does_not_answer_is_recorded_and_the_evaluation_goes_on():
     task = NlaTask(task_args(judge_evals=("hallucination",), judge_retries=0, **JUDGE))
-    groups = judged(task, task.held[:2], ["<explanation>Anna</explanation>"] * 2)
+    groups = judged(task, task.heldout_prompts[:2], ["<explanation>Anna</explanation>"] * 2)
     row = task.observe_eval(groups)
     assert row["hallucination_judged"] == 0
     assert row["hallucination_failed"] == 2

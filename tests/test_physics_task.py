@@ -243,9 +243,9 @@ def test_a_run_in_which_nothing_parsed_fails_and_a_restored_count_goes_on():
 
     step("nothing")
     with pytest.raises(TrainingFailed, match="none of 2 rollouts"):
-        task.ended([])
+        task.summary([])
     step("d2x/dt2 = -(k/m)*x")
-    assert "red flag" in task.ended([])[0]
+    assert "red flag" in task.summary([])[0]
     restored = make_task()
     restored.load_state_dict(json.loads(json.dumps(task.state_dict())))
     assert (restored.parsed, restored.answers) == (2, 4)

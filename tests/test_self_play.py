@@ -254,7 +254,7 @@ def test_a_refused_group_is_not_trained_and_a_question_group_follows(tmp_path):
     good = own_group(task, ["7", "7", "7", "1"], written=written[0], family=family)
     refused = own_group(task, ["1", "2", "3", "4"], written=written[1], family=family)
     means = [sum(s.reward for s in g.scores) / 4 for g in (good, refused)]
-    groups = task.regroup([good, refused])
+    groups = task.adjust_groups([good, refused])
     assert len(groups) == 3 and groups[2].auxiliary and groups[2].rollouts == written
     assert [s.reward for s in groups[2].scores] == pytest.approx([*means, 0.0])
     assert all(s.reward is None and not s.parts for s in refused.scores) and good.scores[0].reward is not None
@@ -333,7 +333,7 @@ def test_math_data_are_mixed_in_along_their_ramp(tmp_path):
     again = math_task(data=str(tmp_path / "d.jsonl"), math_data=second, math_mix=0.25)
     again.load_state_dict(json.loads(json.dumps(task.state_dict())))
     assert again.state_dict() == task.state_dict()
-    assert task.keep(lambda p: p.meta.get("source") != "math") == 40 and task.mixture is None
+    assert task.drop_prompts(lambda p: p.meta.get("source") != "math") == 40 and task.mixture is None
 
 
 def test_options_that_cannot_work_are_refused():

@@ -183,12 +183,12 @@ def test_a_worked_conversation_ends_and_is_right(task):
 
 def test_keep_drops_what_is_not_usable(task):
     shortest = min(len(as_text(prompt)) for prompt in task.heldout())
-    assert task.keep(lambda prompt: True) == 0
-    dropped = task.keep(lambda prompt: len(as_text(prompt)) <= shortest)
+    assert task.drop_prompts(lambda prompt: True) == 0
+    dropped = task.drop_prompts(lambda prompt: len(as_text(prompt)) <= shortest)
     assert dropped > 0
     assert all(len(as_text(prompt)) <= shortest for prompt in task.prompts(30) + task.heldout())
     with pytest.raises(data.UserError):
-        task.keep(lambda prompt: False)
+        task.drop_prompts(lambda prompt: False)
 
 
 def test_demonstrations_follow_their_prompts(task):

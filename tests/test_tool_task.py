@@ -101,7 +101,7 @@ def test_samples_are_left_out_by_reason_and_counted(tmp_path):
     task = ToolTask(core_args("tools", data=path, math_only=True))
     assert task.left_out == {"no gold": 1, "filtered: no arithmetic": 1, "unsupported tool": 1}
     assert any("no gold: 1" in note for note in task.notes)
-    assert len(task.train) + len(task.held) == 40
+    assert len(task.train) + len(task.heldout_prompts) == 40
     path = write(tmp_path, others[:1] * 2)
     with pytest.raises(UserError, match="no gold: 2"):
         ToolTask(core_args("tools", data=path))

@@ -206,7 +206,7 @@ class CodeTask(Task):
                       args.program_seconds, args.program_memory)
         self.grader = Grader(rules, self.box)
         train, heldout = self._load()
-        self.deal(train, heldout)
+        self.set_prompts(train, heldout)
         self.study = Study(args, self._pairs)
         self.pool = TeacherPool(args)
         self.ledger = Ledger(self.pool.is_cached)
@@ -315,11 +315,11 @@ class CodeTask(Task):
         self.pool.make(policy, self)
         sys.exit(0)
 
-    def live(self) -> int:
-        return self.pool.live()
+    def samples_per_prompt(self) -> int:
+        return self.pool.samples_per_prompt()
 
-    def regroup(self, groups: list[Group]) -> list[Group]:
-        return self.pool.regroup(groups)
+    def adjust_groups(self, groups: list[Group]) -> list[Group]:
+        return self.pool.adjust_groups(groups)
 
     def split(self, rollouts: list[Rollout]) -> list[list[int]]:
         self.study.parts = []
@@ -342,7 +342,7 @@ class CodeTask(Task):
         self.ledger.keep_first(self.policy, self.run_folder, self.pool.steps, found["hacks_live"])
         return found
 
-    def ended(self, rows: list[dict]) -> list[str]:
+    def summary(self, rows: list[dict]) -> list[str]:
         return [*summary(rows), *table(rows)] if rows else []
 
     def observe_eval(self, groups: list[Group]) -> dict[str, float]:

@@ -65,7 +65,7 @@ class TeacherPool:
         if not kept:
             raise UserError(f"--teacher-pool {self.args.teacher_pool} holds no rollout of any training prompt")
         log(f"teacher pool: {len(kept)} of {len(task.train)} prompts have finished rollouts, the others are left out")
-        task.deal(kept, task.held)
+        task.set_prompts(kept, task.heldout_prompts)
 
     def finished(self) -> int:
         """Rollouts of a group that come from the pool."""
@@ -74,7 +74,7 @@ class TeacherPool:
         wanted = round(self.args.group * self.args.mix)
         return min(max(1, wanted), self.args.group - 1)
 
-    def live(self) -> int:
+    def samples_per_prompt(self) -> int:
         return self.args.group - self.finished()
 
     @staticmethod
@@ -88,7 +88,7 @@ class TeacherPool:
         due = self.args.split_every and (self.steps + 1) % self.args.split_every == 0
         return [live, cached] if due and live and cached else []
 
-    def regroup(self, groups: list[Group]) -> list[Group]:
+    def adjust_groups(self, groups: list[Group]) -> list[Group]:
         """Each group with its finished rollouts, whose rewards and flags are used as they are."""
         if self.args.write_pool:
             self.write(groups)

@@ -210,7 +210,7 @@ class SelfPlay:
             scores.append(Score(sum(parts.values()), parts, flags))
         return scores
 
-    def regroup(self, groups: list[Group]) -> list[Group]:
+    def adjust_groups(self, groups: list[Group]) -> list[Group]:
         """Refused groups become unscorable; with --q-group-size, the questions of an instruction become a group."""
         own = [group for group in groups if is_own(group.prompt)]
         beside = self._question_groups(own) if self.args.q_group_size > 1 else []

@@ -102,7 +102,7 @@ class MathTask(Task):
             raise UserError("no training prompts are left; check --data, --math-max-level and --limit"
                             + (f" ({reasons})" if reasons else ""))
         self.notes += given.notes + given.notes_on_filters()
-        self.deal(train, heldout, args.sampling_alpha)
+        self.set_prompts(train, heldout, args.sampling_alpha)
         self.policy = None
         self.calls = 0  # of `prompts`
         self.step = 0  # steps that are over
@@ -150,10 +150,10 @@ class MathTask(Task):
     def prompt(self, question: str, gold: str | None, **meta) -> Prompt:
         return math_prompt(self.args, question, gold, **meta)
 
-    def deal(self, train: list[Prompt], held: list[Prompt], alpha: float = 0.0) -> None:
+    def set_prompts(self, train: list[Prompt], heldout: list[Prompt], alpha: float = 0.0) -> None:
         """The prompts of --math-data follow the others; with any of them, `mixture` deals and has all samplers."""
         train = sorted(train, key=is_mixed_in)
-        super().deal(train, held, alpha)
+        super().set_prompts(train, heldout, alpha)
         self.mixture: Mixture | None = None
         if train and is_mixed_in(train[-1]):
             self.mixture = Mixture(self.args, train, alpha)
@@ -251,8 +251,8 @@ class MathTask(Task):
             score.flags |= self.step_judge.flags(own)
         return scores
 
-    def regroup(self, groups: list[Group]) -> list[Group]:
-        return self.own.regroup(groups) if self.own else groups
+    def adjust_groups(self, groups: list[Group]) -> list[Group]:
+        return self.own.adjust_groups(groups) if self.own else groups
 
     # ---- after the step
     def observe(self, groups: list[Group]) -> dict[str, float]:

@@ -145,9 +145,9 @@ class NlaTask(Task):
         train, held = self.load_activations(files.data)
         if args.limit:
             train = train[: args.limit]
-        self.deal([self.prompt(row) for row in train], [self.prompt(row, held=True) for row in held])
+        self.set_prompts([self.prompt(row) for row in train], [self.prompt(row, held=True) for row in held])
         self.baselines = {}
-        for side, prompts in (("train", self.train), ("held", self.held)):
+        for side, prompts in (("train", self.train), ("held", self.heldout_prompts)):
             if prompts:
                 vectors = np.stack([prompt.inject for prompt in prompts])
                 self.baselines[side] = baselines(torch.tensor(vectors), self.meta.scale)
@@ -388,7 +388,7 @@ class NlaTask(Task):
         if self.critic:
             self.critic.load(folder / "critic")
 
-    def ended(self, rows: list[dict]) -> list[str]:
+    def summary(self, rows: list[dict]) -> list[str]:
         if len(rows) >= 20 and all(row.get("extraction_rate") == 0 for row in rows):
             raise TrainingFailed("no completion held an <explanation>…</explanation>: nothing was learned; begin from "
                                  "a warm start (python -m tasks.nla sft), or raise --max-new")

@@ -95,7 +95,7 @@ class PhysicsTask(Task):
             held.append(self._prompt(turn[place], number, "heldout"))
         if args.limit:
             train = train[: args.limit]
-        self.deal(train, held)
+        self.set_prompts(train, held)
         if self.new:
             self.notes.append(f"{', '.join(self.new)} are held out whole: only evaluation shows them")
         warmed = args.init_adapter or args.sft_checkpoint or args.model == "tiny"
@@ -231,7 +231,7 @@ class PhysicsTask(Task):
         }
         return {"curves": curves}
 
-    def ended(self, rows: list[dict]) -> list[str]:
+    def summary(self, rows: list[dict]) -> list[str]:
         """How to read what the run printed. TrainingFailed where no rollout ever parsed."""
         if self.answers and not self.parsed:
             raise TrainingFailed(f"none of {self.answers} rollouts could be read as an equation of motion: nothing was "

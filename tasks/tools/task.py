@@ -118,7 +118,7 @@ class ToolTask(Task):
                             f"--math-only, --allowed-tools){left_out}")
         if reasons:
             self.notes.append(f"left out: {reasons}")
-        self.deal(train, heldout)
+        self.set_prompts(train, heldout)
 
     def prepare_model(self, policy) -> None:
         if self.args.tool_reward_model:
