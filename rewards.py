@@ -237,6 +237,7 @@ def _clean(s: str) -> str:
     return _replaced(SPACES, " ".join(s.split()))
 
 
+# Reading a cleaned answer: what may stand before `=`, inequalities in one letter, plain numbers
 NAME = re.compile(
     r"[^A-Za-z]+|(?:\\[A-Za-z]+|[A-Za-z])(?:_\{?\w+\}?)?(?:\([A-Za-z,]+\))?|[A-Za-z ]{2,60}|\([A-Za-z,]+\)")
 RANGE = re.compile(r"(?:([^<≤>≥=≠,]+)([<≤]))?(\\?[A-Za-z]+(?:_\w+)?)(?:([<≤])([^<≤>≥=≠,]+))?")
