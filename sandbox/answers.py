@@ -18,14 +18,20 @@ from fractions import Fraction
 
 MEMORY = 1 << 29  # bytes of address space
 REL_TOL = Fraction(1, 10**9)  # as in rewards
+WARM_UP = (
+    (r"\frac{\pi }{2}-(a +1)(b -1)^{2}", r"\sqrt [3]{8}x ^{2}-2I "),
+    ("y =-2x +|3|", r"2x_{82}=\sin (x )"),
+    ("2!", r"\log _{2} 8"),
+    (r"(x +1)^{2}", r"x ^{2}+2x +1"),
+    (r"\frac{\sqrt {8}}{2}", r"\sqrt {2}"),
+)
 
 
 def main(paths: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path += paths
     out, sys.stdout = sys.stdout, sys.stderr  # libraries may print
-    for pair in [(r"\frac{\pi }{2}-(a +1)(b -1)^{2}", r"\sqrt [3]{8}x ^{2}-2I "), ("y =-2x +|3|", r"2x_{82}=\sin (x )"),
-                 ("2!", r"\log _{2} 8"), (r"(x +1)^{2}", r"x ^{2}+2x +1"), (r"\frac{\sqrt {8}}{2}", r"\sqrt {2}")]:
+    for pair in WARM_UP:
         verdict(*pair)  # a fork inherits what this warms up
     print("ready", file=out, flush=True)
     while child := os.fork():
@@ -49,11 +55,17 @@ def main(paths: list[str]) -> None:
 def parsed(*texts: str) -> list:
     """The SymPy objects of expressions that `rewards` let through."""
     from math_verify import parser
-    from sympy import Float, Integer, Symbol
-    from sympy.parsing import sympy_parser  # which would evaluate the digits it is given
-    sympy_parser.parse_expr = lambda x, **_: (Symbol if x.isidentifier() else Float if "." in x else Integer)(x)
+    from sympy.parsing import sympy_parser
+    sympy_parser.parse_expr = symbol_or_number  # its own would evaluate the digits it is given
     config = parser.LatexExtractionConfig(normalization_config=parser.NormalizationConfig(False, boxed="none"))
     return [parser.parse(f"${x}$", [config], "no_fallback", parsing_timeout=None)[0] for x in texts]
+
+
+def symbol_or_number(text: str, **_):
+    from sympy import Float, Integer, Symbol
+    if text.isidentifier():
+        return Symbol(text)
+    return Float(text) if "." in text else Integer(text)
 
 
 def value(expression: str) -> float:
@@ -66,18 +78,31 @@ def verdict(answer: str, gold: str) -> bool:
     """Whether both have one value at two points and math-verify finds them equal: it alone takes 2^-98 for 2^-99, and
     any two equations that it cannot solve for the same, so equations are equal where they have one quotient."""
     from math_verify import verify
-    from sympy import Eq, Expr, Rational
+    from sympy import Eq, Expr
     a, g = parsed(answer, gold)
-    equations = isinstance(a, Eq) and isinstance(g, Eq)
-    if equations or isinstance(a, Expr) and isinstance(g, Expr):
-        sides = (a.lhs - a.rhs, g.lhs - g.rhs) if equations else (a, g)
-        letters = sorted(a.free_symbols | g.free_symbols, key=str)
-        points = [{s: Rational(start + 37 * n, 101) for n, s in enumerate(letters)} for start in (137, 211)]
-        (a1, g1), (a2, g2) = [[x.subs(point).doit().evalf(30) for x in sides] for point in points]
-        pairs = [(g1 / a1, g2 / a2)] if equations else [(a1, g1), (a2, g2)]
-        if not all(abs(x - y) <= REL_TOL * abs(y) for x, y in pairs):
+    if isinstance(a, Eq) and isinstance(g, Eq):
+        (a1, g1), (a2, g2) = at_two_points(a.lhs - a.rhs, g.lhs - g.rhs, a.free_symbols | g.free_symbols)
+        return near(g1 / a1, g2 / a2)
+    if isinstance(a, Expr) and isinstance(g, Expr):
+        pairs = at_two_points(a, g, a.free_symbols | g.free_symbols)
+        if not all(near(x, y) for x, y in pairs):
             return False
-    return equations or verify(g, a, float_rounding=9, timeout_seconds=None)
+    return verify(g, a, float_rounding=9, timeout_seconds=None)
+
+
+def at_two_points(a, g, free_symbols: set) -> list[list]:
+    """The values of both expressions at one point, then at another."""
+    from sympy import Rational
+    letters = sorted(free_symbols, key=str)
+    pairs = []
+    for start in (137, 211):
+        point = {s: Rational(start + 37 * n, 101) for n, s in enumerate(letters)}
+        pairs.append([x.subs(point).doit().evalf(30) for x in (a, g)])
+    return pairs
+
+
+def near(x, y) -> bool:
+    return bool(abs(x - y) <= REL_TOL * abs(y))
 
 
 if __name__ == "__main__":

@@ -319,7 +319,7 @@ def bwrap_command(config: dict) -> list[str]:
     words = [config["bwrap"], "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     here, python = os.path.abspath(__file__), os.path.realpath(sys.executable)
     words += ["--dev", "/dev", "--size", str(SCRATCH_MB << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    for path in (*visible_paths(), here, os.path.join(os.path.dirname(here), "sandbox_roles.py"), python):
+    for path in (*visible_paths(), here, os.path.join(os.path.dirname(here), "roles.py"), python):
         if not path.startswith("/dev/"):
             words += ["--ro-bind", path, path]
     return [*words, python, "-P", "-s", "-S", here, "--program", json.dumps(config)]

@@ -676,12 +676,12 @@ def test_math_verify_that_is_not_installed_is_one_clear_error(monkeypatch):
 
 NOTHING_RUNS = r"""
 import builtins, os, subprocess, sys
-from tasks import answer_worker
+from sandbox import answers
 pairs = [(r"\frac {1}{ x }+\frac {1}{ y }", r"\frac { x + y }{ x  y }"), (r"2\sqrt {2}", r"\sqrt {8}"),
          ("2 x =4", " x =2"), (r"\sin (30*\pi /180)", "0.5"), (r"\log _{2} 8", "3"), ("| x |", " x "),
          (" x <3", "3> x "), ("( x +1)^{2}", " x ^{2}+2 x +1")]
 for pair in pairs:
-    answer_worker.verdict(*pair)  # what is imported late is imported now
+    answers.verdict(*pair)  # what is imported late is imported now
 from sympy.core.cache import clear_cache
 clear_cache()
 
@@ -697,7 +697,7 @@ for module, names in ((builtins, ["eval", "exec", "open", "compile"]), (os, ["sy
         setattr(module, name, refuse(name))
 for pair in [*pairs, ("( a +2)^{2}", " a ^{2}+4 a +4"), *[(x, "5") for x in CODE]]:
     try:
-        answer_worker.verdict(*pair)
+        answers.verdict(*pair)
     except Exception:
         pass
 os._exit(0)

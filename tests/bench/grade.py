@@ -23,19 +23,32 @@ def seconds(work) -> float:
     return time.perf_counter() - begin
 
 
+def honest_responses(count: int) -> list[tuple]:
+    some, responses = problems(), []
+    for i in range(count):
+        problem = some[i % len(some)]
+        text = f"# {i}\n{problem['canonical_solution']}"
+        responses.append((fenced(text), problem))
+    return responses
+
+
+def start_pythons(count: int, workers: int) -> None:
+    command = [sys.executable, "-I", "-S", "-c", "pass"]
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda _: subprocess.run(command), range(count)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", nargs="?", type=int, default=120, help="programs [120]")
     parser.add_argument("workers", nargs="?", type=int, default=2, help="at once [2]")
-    count, workers = vars(parser.parse_args()).values()
-    box, some = Sandbox(workers=workers), problems()
-    picked = [some[i % len(some)] for i in range(count)]
-    honest = [(fenced(f"# {i}\n{p['canonical_solution']}"), p) for i, p in enumerate(picked)]
-    command = [sys.executable, "-I", "-S", "-c", "pass"]
+    given = parser.parse_args()
+    count, workers = given.count, given.workers
+    box = Sandbox(workers=workers)
+    honest = honest_responses(count)
     print(box.describe())
     for _ in range(3):
-        with ThreadPoolExecutor(workers) as pool:
-            starts = seconds(lambda pool=pool: list(pool.map(lambda _: subprocess.run(command), range(count))))
+        starts = seconds(lambda: start_pythons(count, workers))
         runs = seconds(lambda: box.map([Job("x = 1")] * count))
         graded = seconds(lambda: Grader(Rules(), box).grade_all(honest))
         print(f"a second: {count / starts:.0f} starts; {count / runs:.0f} programs ({runs / starts:.2f} x a start); "

@@ -22,33 +22,55 @@ from tasks.math.questions import TrigramIndex, jaccard, trigrams
 from tasks.math.task import MathTask
 
 
+def honest_completion(gold: int, rng) -> str:
+    """A right answer in one of three spellings, or a wrong one."""
+    wrong = gold + int(rng.integers(1, 9))
+    spellings = (gold, wrong, f"{gold}.0", rf"\frac{{{2 * gold}}}{{2}}")
+    answer = spellings[int(rng.integers(4))]
+    a = rng.integers(99)
+    b = rng.integers(99)
+    total = rng.integers(99)
+    return f"Step 1: {a}+{b}={total}\nStep 2: so\nFinal Answer: {answer}"
+
+
 def grounded_scores(count: int) -> None:
     task = MathTask(core_args("math", math_instruction=""))
     assert equivalent(r"\sqrt{8}", r"2\sqrt{2}")  # its process takes seconds to start, once
-    rng, rows = rng_of(0, "bench"), []
+    rng = rng_of(0, "bench")
+    rows = []
     for i, prompt in enumerate(task.prompts(500) * (count // 500)):
-        gold = int(prompt.gold)
-        answer = (gold, gold + int(rng.integers(1, 9)), f"{gold}.0", rf"\frac{{{2 * gold}}}{{2}}")[int(rng.integers(4))]
-        text = f"Step 1: {rng.integers(99)}+{rng.integers(99)}={rng.integers(99)}\nStep 2: so\nFinal Answer: {answer}"
-        rows.append(rollout(prompt, HOSTILE[int(rng.integers(len(HOSTILE)))] if i % 20 == 0 else text))
-    start, cpu = time.perf_counter(), time.process_time()
+        text = honest_completion(int(prompt.gold), rng)
+        if i % 20 == 0:
+            place = rng.integers(len(HOSTILE))
+            text = HOSTILE[int(place)]
+        rows.append(rollout(prompt, text))
+    start = time.perf_counter()
+    cpu = time.process_time()
     for at in range(0, len(rows), 8):
         task.score(rows[at:at + 8])
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    print(f"grounded scores: {len(rows)} ({len(rows) // 20} of hostile completions) in {seconds:.2f} s, "
-          f"{len(rows) / seconds:.0f} a second; {len(rows) / cpu:.0f} a second of this process's CPU time")
+    seconds = time.perf_counter() - start
+    cpu = time.process_time() - cpu
+    hostile = len(rows) // 20
+    by_clock = len(rows) / seconds
+    by_cpu = len(rows) / cpu
+    print(f"grounded scores: {len(rows)} ({hostile} of hostile completions) in {seconds:.2f} s, "
+          f"{by_clock:.0f} a second; {by_cpu:.0f} a second of this process's CPU time")
 
 
 def questions_of(path: str, count: int) -> list[str]:
-    rng, known = rng_of(0, "questions"), []
+    rng = rng_of(0, "questions")
     if path:
-        known = [json.loads(line)["question"] for line in Path(path).read_text().splitlines()]
+        lines = Path(path).read_text().splitlines()
+        known = [json.loads(line)["question"] for line in lines]
     else:
         known = [p.meta["question"] for p in MathTask(core_args("math")).train]
     out = list(dict.fromkeys(known))[:count]
     while len(out) < count:
-        a, b = (known[int(i)].split() for i in rng.integers(len(known), size=2))
-        out.append(" ".join([*a[:len(a) // 2], *b[len(b) // 2:]]))
+        first, second = rng.integers(len(known), size=2)
+        a = known[int(first)].split()
+        b = known[int(second)].split()
+        words = a[:len(a) // 2] + b[len(b) // 2:]
+        out.append(" ".join(words))
     return out
 
 
@@ -62,16 +84,19 @@ def novelty_queries(path: str) -> None:
         queries = []
         for i in rng.integers(size, size=100):
             words = texts[int(i)].split()
-            words[:len(words) // 3] = texts[int(rng.integers(size))].split()[:len(words) // 3]
+            third = len(words) // 3
+            other = texts[int(rng.integers(size))]
+            words[:third] = other.split()[:third]
             queries.append(" ".join(words))
         start = time.process_time()
         found = [index.nearest(query) for query in queries]
         each = (time.process_time() - start) / len(queries)
         sets = [trigrams(text) for text in texts]
         start = time.process_time()
-        for query, best in list(zip(queries, found, strict=True))[:5]:
-            grams = trigrams(query)
-            assert abs(best - max(jaccard(grams, other) for other in sets)) < 1e-12
+        for i in range(5):
+            grams = trigrams(queries[i])
+            best = max(jaccard(grams, other) for other in sets)
+            assert abs(found[i] - best) < 1e-12
         brute = (time.process_time() - start) / 5
         print(f"novelty: {size} questions, built in {built:.2f} s, a query {each * 1e3:.2f} ms of CPU time "
               f"(all pairs {brute * 1e3:.1f} ms)")
