@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,23 @@ def write_atomic(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """A path beside `path` for a library to write to; at the end it is renamed to `path`, which appears whole or stays
+    as it was."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def cache_home() -> Path:
+    """The user's cache folder of this project."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_grpo"
 
 
 def append_whole(path: Path, data: bytes) -> None:

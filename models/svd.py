@@ -10,8 +10,6 @@ import contextlib
 import copy
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 
 import safetensors
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from data import UserError
+from harness.files import cache_home, written_aside
 
 FILE, SCHEMA = "svd_adapter.safetensors", "1"
 
@@ -176,10 +175,6 @@ def weights_hash(modules: dict[str, nn.Module]) -> str:
     return digest({name: module.weight for name, module in modules.items()})
 
 
-def cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_grpo"
-
-
 @torch.no_grad()
 def decompositions(modules: dict[str, nn.Module], source: str, weights: str, cache: bool, log
                    ) -> dict[str, tuple[Tensor, Tensor]]:
@@ -215,10 +210,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
     """One safetensors file that appears whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
-        os.close(handle)
-        safetensors.torch.save_file(tensors, part, header)
-        os.replace(part, path)
+        with written_aside(path) as part:
+            safetensors.torch.save_file(tensors, part, header)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error}") from error
-

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,6 +19,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from data import Task, UserError, seed_of
+from harness.files import cache_home
 from models import supervised
 from models.supervised import fit, supervised_ids
 
@@ -105,7 +105,7 @@ def cached(kind: str, recipe: list, build, use_cache: bool) -> Path:
     Two runs that start at once may both build it; the first rename wins and the copies are the same.
     """
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_grpo"
+    home = cache_home()
     folder = home / f"{kind}-{key}"
 
     def usable() -> bool:  # a cache folder may be cleaned file by file

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from data import Prompt, UserError, rng_of, seed_of
-from models.svd import SVDModel, cache_home, read_header, write_tensors
+from harness.files import cache_home
+from models.svd import SVDModel, read_header, write_tensors
 
 SCHEMA = "1"
 

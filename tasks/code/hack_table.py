@@ -5,9 +5,8 @@ Live rollouts are those that the policy sampled in the step, cached ones come fr
 
 from __future__ import annotations
 
-import os
+import contextlib
 import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from data import Group, Rollout, Score
+from harness.checkpoints import write_folder
 
 STEP = 256  # generations of a reference step: the unit in which runs of other batch sizes are compared
 SHOWN = 50  # most rows of the table at the end
@@ -126,17 +126,13 @@ class Ledger:
             return
         if folder is None or policy.model is policy.hf:
             return
-        target = folder / "checkpoints" / "first_hack"
-        part = target.with_name(".first_hack")
-        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed here
-        try:
+
+        def fill(part: Path) -> None:
             policy.adapter.save(part)
             (part / "step.txt").write_text(f"{step}\n")
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(part, target)
-        except (OSError, safetensors.SafetensorError):
-            shutil.rmtree(part, ignore_errors=True)
-        else:
+
+        with contextlib.suppress(OSError, safetensors.SafetensorError):
+            write_folder(folder / "checkpoints" / "first_hack", fill)
             self.first_hack = step
 
     def state_dict(self) -> dict:

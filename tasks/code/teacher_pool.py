@@ -11,11 +11,11 @@ import dataclasses
 import gzip
 import hashlib
 import json
-import os
 import zlib
 from pathlib import Path
 
 from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, rng_of
+from harness.files import written_aside
 
 NEEDED = {"problem", "prompt_ids", "completion_ids", "prompt_length", "reward", "flags"}  # of a record
 
@@ -169,10 +169,9 @@ class TeacherPool:
         new = [line for line in lines if line_hash(line) not in self.written[path]]
         if new:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f".{path.name}.{os.getpid()}")
             added = gzip.compress("".join(new).encode(), mtime=0)
-            part.write_bytes(before + added)
-            os.replace(part, path)
+            with written_aside(path) as part:
+                part.write_bytes(before + added)
             self.written[path] |= {line_hash(line) for line in new}
 
 

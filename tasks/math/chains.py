@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -311,9 +310,8 @@ class Extractor:
         for link in links:
             uses = [use + 1 for use in link.uses]
             records.append({"expression": link.expression, "result": link.result, "uses": uses})
-        part = file.with_name(f".{file.stem}.{os.getpid()}")
-        part.write_text(json.dumps(records))
-        part.replace(file)  # two runs may write it at once
+        with written_aside(file) as part:  # two runs may write it at once
+            part.write_text(json.dumps(records))
 
     def _ask(self, text: str) -> str:
         """The model's reply, greedy; a prompt that is too long loses its beginning."""

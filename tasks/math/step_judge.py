@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from data import Group, Rollout
+from harness.files import cache_home
 from tasks.math.chains import Calibration, Extractor, Link, chain_lccp, integrity, link_scores
 from tasks.math.process_reward import (
     ProcessRewardModel,
@@ -73,8 +72,7 @@ class StepJudge:
             self.prm = ProcessRewardModel(prm, policy.device, dtype, args.prm_4bit, args.prm_separator,
                                           args.prm_tokens)
         if args.extractor_model:
-            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            home = cache / "train_grpo" / "chains" if args.cache else None
+            home = cache_home() / "chains" if args.cache else None
             self.extractor = Extractor(args.extractor_model, policy.device, dtype, home)
 
     # ---- reading

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from data import BadRecords, UserError, read_records, rng_of
+from harness.files import written_aside
 from harness.flags import command_flags
 from models.loading import best_device, load_pretrained, load_tokenizer, package_file, pick_dtype
 from tasks.nla.activations import (
@@ -156,8 +156,9 @@ def prepare(model, tokenizer, layer: int, docs: Iterable[Document], out: str | P
     schema = pa.schema([("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
                         ("activation_vector", pa.list_(pa.float32())), ("doc_id", text), ("text", text),
                         ("source", text)])
-    prompt, part, written = [{"role": "user", "content": recipe.prompt}], path.with_name(f".{path.name}.part"), 0
-    try:
+    prompt = [{"role": "user", "content": recipe.prompt}]
+    written = 0
+    with written_aside(path) as part:
         with pa.parquet.ParquetWriter(part, schema, compression="zstd", use_dictionary=False) as file:
             for rows in chunks(_activations(model, tokenizer, layer, docs, seed, recipe), ROW_GROUP):
                 file.write_table(pa.Table.from_pylist([{"prompt": prompt, **row} for row in rows], schema))
@@ -167,9 +168,6 @@ def prepare(model, tokenizer, layer: int, docs: Iterable[Document], out: str | P
             raise UserError(f"no document has a token past --first {recipe.first}; give longer documents")
         sidecar = path.with_name("nla_meta.yaml" if path != out else f"{path.name}.nla_meta.yaml")
         sidecar.write_text(dump_meta(meta, recipe.scale), encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
     return path
 
 

@@ -23,8 +23,6 @@ import torch
 import transformers
 from conftest import word_tokenizer
 
-import engine.logps
-import engine.rollout
 import harness.flags
 import models.adapters
 import models.optimizer

@@ -147,8 +147,8 @@ def paired(peer, a) -> dict:
     names = {"rollout": ["generate"], "update": ["forward", "loss_math", "backward"], "reference": ["ref_logps"]}
     theirs = [{k: sum(r["stages"].get(s, 0.0) for s in stages) for k, stages in names.items()} | {"whole": r["s"]}
               for r in records][a.warmup:]
-    own = [{"rollout": r["rollout"], "update": r.get("gradients", 0.0), "reference": r.get("fill_ref_and_old_logps", 0.0),
-            "whole": r["whole"]} for r in ours.records][a.warmup:]
+    own = [{"rollout": r["rollout"], "update": r.get("gradients", 0.0), "whole": r["whole"],
+            "reference": r.get("fill_ref_and_old_logps", 0.0)} for r in ours.records][a.warmup:]
     out = {"prompt": a.prompt_len, "group": a.group, "max_new": a.max_new, "vocab": a.vocab, "lora": a.lora,
            "beta": a.beta, "constant": a.zero_frac, "engine": ours.policy.engine}
     for name in ("rollout", "update", "reference", "whole"):
