@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import transformers
 
+from harness.files import written_aside
 from models.judging import context_of, load_judge
 from rewards import STEP_LINE
 

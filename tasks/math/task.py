@@ -63,7 +63,7 @@ class MathTask(Task):
         prm_4bit: bool = False  # nf4 weights for it through bitsandbytes (CUDA)
         prm_separator: str = ""  # text behind each step that it reads; empty: <extra_0>, or newline without that
         prm_tokens: int = 16_384  # most tokens (rows x length) in one of its forwards
-        chain_scoring: Literal["off", "shadow", "on"] = "off"  # step chains instead of the process term; see README
+        chain_scoring: Literal["off", "shadow", "on"] = "off"  # step chains in place of the process term
         extractor_model: str = ""  # small language model that reads the chains which rules cannot
         self_play: float = 0.0  # share of the batch that is problems of the policy's own; 0: none
         selfplay_ramp: int = 20  # steps over which that share rises

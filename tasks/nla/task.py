@@ -121,14 +121,14 @@ class NlaTask(Task):
 
     parts = ("reconstruction",)
     template_kwargs = {"enable_thinking": False}
-    columns = READ_COLUMNS
+    columns = READ_COLUMNS | CRITIC_COLUMNS
     eval_columns = READ_COLUMNS | CONTROL_COLUMNS
 
     def __init__(self, args):
         super().__init__(args)
         self.check(args)
-        if args.train_critic:
-            self.columns = READ_COLUMNS | CRITIC_COLUMNS
+        if not args.train_critic:
+            self.columns = READ_COLUMNS
         self.notes += judges.check(args)
         judge_columns = judges.columns(args.judge_evals)
         self.eval_columns = NlaTask.eval_columns | dict.fromkeys(judge_columns, JUDGE_COLUMN)
