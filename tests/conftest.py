@@ -68,6 +68,15 @@ def until(condition, pause: float = 0.01) -> None:
         time.sleep(pause)
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; a zombie, which nobody has waited for yet, has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
 class WordTask(Task):
     """Ten plain-text prompts of words w3 … w9; the reward is the share of even token ids."""
 

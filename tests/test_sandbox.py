@@ -5,11 +5,10 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import quick
+from conftest import quick, until
 
 from data import UserError
 from sandbox import programs as sandbox
@@ -99,26 +98,19 @@ def children_of(pid: int) -> list[str]:
         return []
 
 
-def wait_until(condition, seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_fails_in_time_and_leaves_nothing(box, name):
     with quick():
         result = box.run_job(Job(HOSTILE[name], timeout=0.6))
     assert not result.ok
     assert len(result.output.encode()) <= 3 * 65_536
-    assert wait_until(lambda: not children_of(box.server.pid)), "a supervisor is left"
+    until(lambda: not children_of(box.server.pid))
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_does_no_harm_runs_to_its_end_and_leaves_nothing(box, name):
     assert box.run_job(Job(HARMLESS[name])).ok
-    assert wait_until(lambda: not children_of(box.server.pid))
+    until(lambda: not children_of(box.server.pid))
 
 
 def test_only_a_program_that_hangs_timed_out():
@@ -140,7 +132,7 @@ def test_output_is_bounded_while_it_is_read():
 
 def test_input_is_at_its_end_at_once():
     with quick():
-        assert "EOFError" in sandbox.run("input()", timeout=3.0).output
+        assert "EOFError" in sandbox.run("input()", timeout=60.0).output
 
 
 def test_memory_over_the_limit_is_a_memory_error():
@@ -308,7 +300,7 @@ def test_a_demonstration_that_fails_does_not_undo_the_solution_before_it():
 # ---- many at once, and the trainer around them
 def batch(size: int) -> list[Job]:
     programs = [*HOSTILE.values(), *HARMLESS.values()]
-    return [Job(programs[i % len(programs)], timeout=0.3) if i % 5 else Job(HONEST, timeout=3.0) for i in range(size)]
+    return [Job(programs[i % len(programs)], timeout=0.3) if i % 5 else Job(HONEST, timeout=60.0) for i in range(size)]
 
 
 def check_batch(box: Sandbox, size: int) -> None:
@@ -319,7 +311,7 @@ def check_batch(box: Sandbox, size: int) -> None:
     for i, result in enumerate(results):
         if i % 5 == 0:
             assert result.ok and result.output == "fine\n"
-    assert wait_until(lambda: not children_of(box.server.pid))
+    until(lambda: not children_of(box.server.pid))
     del results, result
     gc.collect()
     after = (len(os.listdir("/proc/self/fd")), memory(), left_files(box), ports(), orphans())
@@ -384,12 +376,12 @@ def test_programs_and_folders_end_with_a_trainer_that_is_killed(mode):
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
                                cwd=Path(__file__).resolve().parent.parent)
     server, _, scratch = trainer.stdout.readline().strip().partition(" ")
-    assert wait_until(lambda: any(children_of(int(child)) for child in children_of(int(server))))
+    until(lambda: any(children_of(int(child)) for child in children_of(int(server))))
     supervisor = next(child for child in children_of(int(server)) if children_of(int(child)))
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    assert wait_until(lambda: not Path(f"/proc/{server}").exists() and not Path(f"/proc/{supervisor}").exists())
+    until(lambda: not Path(f"/proc/{server}").exists() and not Path(f"/proc/{supervisor}").exists())
     assert not (scratch and Path(scratch).exists())
 
 
@@ -421,7 +413,7 @@ def test_each_isolation_that_works_here_ends_what_its_programs_start(mode):
         for name, result in zip(names, box.map([Job(HOSTILE[name], timeout=0.5) for name in names]), strict=True):
             assert not result.ok, name
         assert box.run_job(Job(HONEST)).ok
-        assert wait_until(lambda: not children_of(box.server.pid))
+        until(lambda: not children_of(box.server.pid))
     finally:
         box.close()
 
