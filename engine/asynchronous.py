@@ -127,10 +127,10 @@ class Worker:
         """The ticket's groups, and how often it had to begin anew for want of memory."""
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
             self.refresh(weights)
-            before = self.policy.rollout_tokens
+            before = self.policy.retries
             rolled = self.policy.sample(ticket.prompts, ticket.n, ticket.temperature, ticket.number, 0)
-        again = (before // max(1, self.policy.rollout_tokens)).bit_length() - 1  # each time it is halved
-        return [FinishedGroup(rows, self.policy.version, self.policy.filtered_mass) for rows in rolled], again
+        groups = [FinishedGroup(rows, self.policy.version, self.policy.filtered_mass) for rows in rolled]
+        return groups, self.policy.retries - before
 
 
 class RolloutQueue:
@@ -173,7 +173,7 @@ class RolloutQueue:
         self.need = n
         self.use.append(len(self.ready) / self.capacity)
         while self.need:
-            self.deal(step, temperature)
+            self.issue_tickets(step, temperature)
             made = self.next_ready(check)
             self.outstanding -= 1
             age = self.policy.version - made.version
@@ -187,7 +187,7 @@ class RolloutQueue:
             taken.append(made.rollouts)
         self.seconds["wait"].append(time.perf_counter() - began)
         self.policy.filtered_mass = float(np.mean(masses)) if masses else 0.0
-        self.deal(step, temperature)  # the workers go on during the update
+        self.issue_tickets(step, temperature)  # the workers go on during the update
         return taken
 
     def next_ready(self, check: Callable[[], None]) -> FinishedGroup:
@@ -221,7 +221,7 @@ class RolloutQueue:
         """Until a worker has something to tell, or half a second; the condition is held before and after."""
         self.condition.wait(0.5)
 
-    def deal(self, step: int, temperature: float) -> None:
+    def issue_tickets(self, step: int, temperature: float) -> None:
         """Issue tickets for as many groups as may be begun now: by age, by the queue's bound, and by the run's end."""
         args, lag = self.args, self.policy.version - self.weights.version
         later = min(args.max_version_gap - lag, args.steps - step)  # none for steps that will not be

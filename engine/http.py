@@ -13,6 +13,7 @@ each reload whether it answers with the new weights, in each reply that ids and 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import json
@@ -22,14 +23,13 @@ import secrets
 import shutil
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from data import Prompt, Rollout, TrainingFailed, UserError
+from engine.client import Client, NoReply, Refused
 
 PAUSES = (0.5, 1, 2, 4, 8)  # seconds before a request is tried again
 TIMEOUT = 600  # seconds for one reply
@@ -37,14 +37,6 @@ MOST_AT_ONCE = 256  # requests in flight
 WRONG_MODEL = 0.3  # nats, mean over the probe's tokens, above which the server has another model
 PROBE = "The capital of France is Paris. 12 + 30 = 42, and 7 * 6 = 42 as well: def add(a, b): return a + b"
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-
-
-class Refused(Exception):
-    """The server answered, and will not do it: its status and what it said."""
-
-    def __init__(self, status: int, text: str):
-        super().__init__(f"{status}: {text}" + "; set OPENAI_API_KEY to its key" * (status in (401, 403)))
-        self.status = status
 
 
 @dataclasses.dataclass
@@ -61,7 +53,8 @@ class Server:
 
     def __init__(self, policy, log):
         args = policy.args
-        self.url, self.log, self.fail = args.server.rstrip("/").removesuffix("/v1"), log, UserError
+        self.url, self.client = args.server.rstrip("/").removesuffix("/v1"), Client()
+        self.log, self.fail = log, UserError
         self.name = self.loaded = ""  # the base model's name there; the adapter's that is in use
         self.version: int | None = None  # of the weights that it has
         self.floor, self.trusted = 1e-4, None  # noise of the comparison; local values when they were last seen there
@@ -83,23 +76,17 @@ class Server:
     def ask(self, path: str, body: dict | None = None):
         """The reply to one request, as JSON where it is JSON. Tried again, after PAUSES, where the server is busy or
         away. Raises Refused for what it will not do, and `fail` where it stays away."""
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
-        data = None if body is None else json.dumps(body).encode()
+        key = os.environ.get("OPENAI_API_KEY", "")
         reason = ""
         for pause in (*PAUSES, None):
             try:
-                request = urllib.request.Request(self.url + path, data, headers)
-                with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-                    return parse(reply.read())
-            except urllib.error.HTTPError as error:
-                text = message_of(error.read())
-                if error.code not in BUSY:
-                    raise Refused(error.code, text) from None
-                reason = f"HTTP {error.code} {text}"
-            except (OSError, EOFError, ValueError, http_error()) as error:  # refused, reset, timed out, torn
-                reason = str(getattr(error, "reason", None) or error) or type(error).__name__
+                return parse(self.client.ask(self.url + path, body, key=key, seconds=TIMEOUT))
+            except Refused as error:
+                if error.status not in BUSY:
+                    raise
+                reason = f"HTTP {error.status} {error.said}"
+            except (NoReply, ValueError) as error:  # refused, reset, timed out, torn
+                reason = str(error)
             if pause is not None:
                 time.sleep(pause)
         raise self.fail(f"the server {self.url} does not answer {path} ({reason[:150]}); start it again"
@@ -110,7 +97,7 @@ class Server:
         try:
             reply = self.ask(path, body)
         except Refused as error:
-            raise self.fail(f"the server {self.url} refuses {path} ({error}); {hint}") from None
+            raise self.fail(f"the server {self.url} refuses {path} ({refusal(error)}); {hint}") from None
         if isinstance(reply, dict) and reply.get("success") is False:
             said = reply.get("message") or reply.get("error_message")
             raise self.fail(f"the server {self.url} could not do {path} ({said}); {hint}")
@@ -228,7 +215,7 @@ class Server:
         try:
             reply = self.ask(*self.kind.request(self, ids, room, temperature, seed, policy.stop_ids, args))
         except Refused as error:
-            raise self.fail(f"the server {self.url} refuses to sample ({error})") from None
+            raise self.fail(f"the server {self.url} refuses to sample ({refusal(error)})") from None
         try:
             got = self.kind.read(reply)
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -345,26 +332,13 @@ class SGLang:
 
 
 # ------------------------------------------------------------------------------------------------ small parts
-class reading:  # noqa: N801 - a context manager that reads as a verb
+@contextlib.contextmanager
+def reading(server: Server) -> Iterator[None]:
     """Within: a reply that lacks what it must hold is an error in one sentence."""
-
-    def __init__(self, server: Server):
-        self.server = server
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, KeyError | IndexError | TypeError | ValueError):
-            raise self.server.fail(f"the server {self.server.url} gives no log-probabilities of a prompt: {error!r}"
-                                   ) from None
-
-
-def http_error() -> type[Exception]:
-    """What http.client raises where a reply breaks off."""
-    import http.client
-
-    return http.client.HTTPException
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise server.fail(f"the server {server.url} gives no log-probabilities of a prompt: {error!r}") from None
 
 
 def parse(data: bytes):
@@ -373,16 +347,10 @@ def parse(data: bytes):
     return json.loads(text) if text[:1] in ("{", "[") else text
 
 
-def message_of(data: bytes) -> str:
-    """What a server says of an error, short."""
-    text = data.decode("utf-8", "replace")
-    try:
-        said = json.loads(text)
-        said = said.get("error", said)
-        text = said.get("message") or said.get("detail", said) if isinstance(said, dict) else said
-    except (ValueError, AttributeError):
-        pass
-    return " ".join(str(text).split())[:200]
+def refusal(error: Refused) -> str:
+    """What the server said, and what helps where it wants a key."""
+    hint = "; set OPENAI_API_KEY to its key" if error.status in (401, 403) else ""
+    return f"{error}{hint}"
 
 
 def side_by_side(jobs: list[Callable]) -> list:

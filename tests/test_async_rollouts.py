@@ -311,7 +311,7 @@ def test_a_closing_run_ends_a_rollout_at_its_next_forward():
 
     hf.register_forward_pre_hook(closes)
     ahead.need = 2
-    ahead.deal(1, 1.0)
+    ahead.issue_tickets(1, 1.0)
     ahead.run(ahead.workers[0])
     assert len(forwards) == 2 and ahead.error is None and not ahead.ready
 
