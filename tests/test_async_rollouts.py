@@ -349,8 +349,11 @@ def test_flags_that_cannot_work_together_are_refused(flags, word):
 
 # ---- whole runs
 @pytest.fixture
-def run(words, command, tmp_path):
-    """Runs the words task with further flags; (how it ended, its folder)."""
+def run(words, command, tmp_path, monkeypatch):
+    """Runs the words task with further flags; (how it ended, its folder). At its end it waits for its workers, however
+    busy the machine is."""
+    monkeypatch.setattr(RolloutQueue.close, "__defaults__", (threading.TIMEOUT_MAX / 2,))
+
     def go(name, *flags, file=None):
         task = ["--task", f"{file}:Words"] if file else words.flags[:2]
         ended = command(*task, *words.flags[2:], "--async-random", "0", "--out", tmp_path, "--name", name, *flags)
