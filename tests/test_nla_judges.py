@@ -147,8 +147,14 @@ def test_rows_without_source_or_quirk_are_not_asked_about(endpoint):
 
 
 def test_no_more_requests_are_open_than_were_allowed(endpoint):
-    two = threading.Barrier(2)  # no answer before another request is open
-    endpoint.answer = lambda n, texts: said("0") if two.wait() in (0, 1) else None
+    two = threading.Barrier(2)
+
+    def answer(n, texts):
+        two.wait()  # no answer before another request is open
+        endpoint.over.wait(0.02)  # only so that a third, where there is one, is seen
+        return said("0")
+
+    endpoint.answer = answer
     assert verdicts("hallucination", endpoint.judge(judge_concurrency=2), ROWS * 2)[0] == [0] * 12
     assert endpoint.most == 2
 
@@ -279,9 +285,10 @@ def test_a_request_that_takes_too_long_is_given_up_and_the_next_one_served(endpo
     assert with_time_enough(ask, (1, 2), 0.4) == ([None, 1, 1], {"timed out": 1})
 
 
-def test_no_thread_and_no_connection_is_left_behind(endpoint):
+@pytest.mark.parametrize("way", [hang, drip, drip_headers])
+def test_no_thread_and_no_connection_is_left_behind(endpoint, way):
     endpoint.server.hung = endpoint.over
-    endpoint.answer = lambda n, texts: hang
+    endpoint.answer = lambda n, texts: way
     before = threading.active_count()
     verdicts("hallucination", endpoint.judge(judge_total=0.2), ROWS)
     until(lambda: threading.active_count() <= before + 4)  # the endpoint's own handlers hang on
