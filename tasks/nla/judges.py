@@ -131,9 +131,17 @@ def check(options) -> list[str]:
             raise ValueError("it is no object")
     except ValueError as error:
         raise UserError(f"--judge-body must be a JSON object: {error}") from error
-    absent = options.judge_key_env and not os.environ.get(options.judge_key_env, "").strip()
+    if judge_key(options) or not options.judge_key_env:
+        return []
     return [f"the judge gets no key: ${options.judge_key_env} is not set, so {', '.join(options.judge_evals)} will be "
-            'recorded as failed (--judge-key-env "" sends none)'] * bool(absent)
+            'recorded as failed (--judge-key-env "" sends none)']
+
+
+def judge_key(options) -> str:
+    """The judge's key from the environment; empty where there is none, or none is sent."""
+    if not options.judge_key_env:
+        return ""
+    return os.environ.get(options.judge_key_env, "").strip()
 
 
 def is_address(text: str) -> bool:
@@ -184,13 +192,18 @@ class _Round:
     """The requests of one evaluation and the threads' shared state."""
 
     def __init__(self, judge: Judge, requests: list[tuple[str, dict[str, str]]], read: Callable[[Any], float]):
-        self.options, self.clock, self.url, self.read = judge.options, judge.clock, judge.url, read
-        self.key = os.environ.get(self.options.judge_key_env, "").strip() if self.options.judge_key_env else ""
+        self.options = judge.options
+        self.clock = judge.clock
+        self.url = judge.url
+        self.read = read
+        self.key = judge_key(judge.options)
         self.deadline = self.clock() + self.options.judge_total
         self.waiting = collections.deque(enumerate(requests))
         self.results: list[float | str] = ["out of time"] * len(requests)
-        self.lock, self.over = threading.Lock(), threading.Event()
-        self.pause_until, self.final = 0.0, ""  # the judge asked for a pause; why no request can succeed
+        self.lock = threading.Lock()
+        self.over = threading.Event()
+        self.pause_until = 0.0  # the judge asked for a pause
+        self.final = ""  # why no request can succeed
         self.client = Client(self.clock)
 
     def work(self) -> None:
@@ -271,7 +284,8 @@ class _Round:
 
 def refused(error: Refused) -> Failed:
     """What a status means: whether another try may help, and whether any request can succeed."""
-    reason, status = f"HTTP {error.status}", error.status
+    status = error.status
+    reason = f"HTTP {status}"
     if status in (429, 503):
         return Failed(reason, again=True, wait=retry_after(error.retry_after))
     return Failed(reason, again=status >= 500 or status in (408, 409, 425), final=status in (401, 403, 404))
@@ -282,7 +296,7 @@ def parse(body: bytes) -> Any:
 
     A reasoning block before it and a code fence around it are taken off; nothing else may stand beside it.
     """
-    reply = strict_json(body.decode("utf-8"))
+    reply = read_strict_json(body.decode("utf-8"))
     try:
         content = reply["choices"][0]["message"]["content"]
     except (TypeError, LookupError) as error:
@@ -291,10 +305,10 @@ def parse(body: bytes) -> Any:
         raise ValueError("no text")
     content = content.rpartition("</think>")[2].strip()
     fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", content, re.DOTALL)
-    return strict_json(fenced[1] if fenced else content)
+    return read_strict_json(fenced[1] if fenced else content)
 
 
-def strict_json(text: str) -> Any:
+def read_strict_json(text: str) -> Any:
     """JSON without NaN and infinities, in which no object names a field twice. ValueError otherwise."""
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
@@ -322,7 +336,9 @@ def verdicts(name: str, judge: Judge, rows: list[JudgedRow]) -> tuple[list[float
         bad.total += 1
         if isinstance(verdict, str):
             bad.add(verdict, f"row {i + 1}")
-        found.append(None if isinstance(verdict, str) else verdict)
+            found.append(None)
+        else:
+            found.append(verdict)
     return found, bad
 
 
@@ -332,8 +348,9 @@ def evaluate(name: str, judge: Judge, rows: list[JudgedRow], log: Callable[[str]
     NAME_failed counts. `log` gets one line on the failures, by reason."""
     found, bad = verdicts(name, judge, rows)
     known = [value for value in found if value is not None]
-    means = {metric: sum(map(of, known)) / len(known) if known else None
-             for metric, of in EVALUATIONS[name].metrics.items()}
+    means: dict[str, float | None] = {}
+    for metric, of in EVALUATIONS[name].metrics.items():
+        means[metric] = sum(map(of, known)) / len(known) if known else None
     if bad.reasons:
         log(bad.describe().replace("records", "rows").replace("cannot be used", "were not judged"))
     return {**means, f"{name}_judged": len(known), f"{name}_failed": len(found) - len(known)}
