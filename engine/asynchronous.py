@@ -75,6 +75,10 @@ def at_random(dealt: int, n: int, share: float) -> int:
     return int((dealt + n) * share) - int(dealt * share)
 
 
+def mean_or_none(values: list) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
 def copy_policy_model(model: nn.Module) -> nn.Module:
     """A copy of a module tree with trained weights of its own; frozen weights and buffers are the same memory.
 
@@ -127,10 +131,10 @@ class Worker:
         """The ticket's groups, and how often it had to begin anew for want of memory."""
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
             self.refresh(weights)
-            before = self.policy.rollout_tokens
+            before = self.policy.retries
             rolled = self.policy.sample(ticket.prompts, ticket.n, ticket.temperature, ticket.number, 0)
-        again = (before // max(1, self.policy.rollout_tokens)).bit_length() - 1  # each time it is halved
-        return [FinishedGroup(rows, self.policy.version, self.policy.filtered_mass) for rows in rolled], again
+        groups = [FinishedGroup(rows, self.policy.version, self.policy.filtered_mass) for rows in rolled]
+        return groups, self.policy.retries - before
 
 
 class RolloutQueue:
@@ -143,13 +147,18 @@ class RolloutQueue:
     def __init__(self, policy, task, args, log: Callable[[str], None], state: dict | None = None):
         self.policy, self.task, self.args, self.log = policy, task, args, log
         self.capacity = args.async_queue or args.prompts * (args.max_version_gap + 1)
-        self.counts = dict.fromkeys(COUNTS, 0) | (state["counts"] if state else {})
-        self.counts["dropped"] += state["outstanding"] if state else 0
-        self.numbers = state["numbers"] if state else 0  # tickets so far
-        self.need = self.outstanding = 0  # groups wanted at this version; begun and not taken
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.numbers = 0  # tickets so far
+        if state:
+            self.counts |= state["counts"]
+            self.counts["dropped"] += state["outstanding"]
+            self.numbers = state["numbers"]
+        self.need = 0  # groups wanted at this version
+        self.outstanding = 0  # groups begun and not taken
         self.tickets: deque[Ticket] = deque()
         self.ready: deque[FinishedGroup] = deque()
-        self.condition, self.closing = threading.Condition(), threading.Event()
+        self.condition = threading.Condition()
+        self.closing = threading.Event()
         self.error: BaseException | None = None
         self.weights = Weights(policy.version, [])
         self.seconds: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in ("produce", "wait")}
@@ -169,11 +178,13 @@ class RolloutQueue:
     def take(self, n: int, step: int, temperature: float, check: Callable[[], None]) -> list[list[Rollout]]:
         """The next `n` groups that are young enough, first made first taken. While it waits it calls `check`, which
         raises where the run is to stop; what ended a worker is raised here."""
-        began, masses, taken = time.perf_counter(), [], []
+        began = time.perf_counter()
+        masses: list[float] = []
+        taken: list[list[Rollout]] = []
         self.need = n
         self.use.append(len(self.ready) / self.capacity)
         while self.need:
-            self.deal(step, temperature)
+            self.issue_tickets(step, temperature)
             made = self.next_ready(check)
             self.outstanding -= 1
             age = self.policy.version - made.version
@@ -187,7 +198,7 @@ class RolloutQueue:
             taken.append(made.rollouts)
         self.seconds["wait"].append(time.perf_counter() - began)
         self.policy.filtered_mass = float(np.mean(masses)) if masses else 0.0
-        self.deal(step, temperature)  # the workers go on during the update
+        self.issue_tickets(step, temperature)  # the workers go on during the update
         return taken
 
     def next_ready(self, check: Callable[[], None]) -> FinishedGroup:
@@ -221,7 +232,7 @@ class RolloutQueue:
         """Until a worker has something to tell, or half a second; the condition is held before and after."""
         self.condition.wait(0.5)
 
-    def deal(self, step: int, temperature: float) -> None:
+    def issue_tickets(self, step: int, temperature: float) -> None:
         """Issue tickets for as many groups as may be begun now: by age, by the queue's bound, and by the run's end."""
         args, lag = self.args, self.policy.version - self.weights.version
         later = min(args.max_version_gap - lag, args.steps - step)  # none for steps that will not be
@@ -242,11 +253,17 @@ class RolloutQueue:
 
     def draw(self, n: int) -> list[Prompt]:
         """`n` prompts: in the task's own order, and at random where the task deals from a list."""
-        dealt, train = self.counts["dealt"], self.task.train
-        some = at_random(dealt, n, self.args.async_random) if train else 0
-        picked = rng_of(self.args.seed, "random prompts", dealt).integers(len(train), size=some) if some else []
+        dealt = self.counts["dealt"]
         self.counts["dealt"] += n
-        return [*(self.task.prompts(n - some) if n > some else []), *(train[i] for i in picked)]
+        train = self.task.train
+        some = at_random(dealt, n, self.args.async_random) if train else 0
+        prompts: list[Prompt] = []
+        if n > some:
+            prompts += self.task.prompts(n - some)
+        if some:
+            rng = rng_of(self.args.seed, "random prompts", dealt)
+            prompts += [train[i] for i in rng.integers(len(train), size=some)]
+        return prompts
 
     def publish(self) -> None:
         """Hand the policy's weights to the workers, who take them before their next ticket. What is not finite is not
@@ -269,8 +286,8 @@ class RolloutQueue:
         with self.condition:
             row: dict[str, float | None] = {f"async_{name}": self.counts[name] for name in COUNTS[1:]}
             seconds = {name: list(values) for name, values in self.seconds.items()}
-        row["async_age_mean"] = float(np.mean(self.ages)) if self.ages else None
-        row["async_queue_use"] = float(np.mean(self.use)) if self.use else None
+        row["async_age_mean"] = mean_or_none(self.ages)
+        row["async_queue_use"] = mean_or_none(self.use)
         self.ages, self.use = [], []
         for name, values in seconds.items():
             for p in (50, 90, 99):

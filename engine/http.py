@@ -13,6 +13,7 @@ each reload whether it answers with the new weights, in each reply that ids and 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import json
@@ -22,14 +23,13 @@ import secrets
 import shutil
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from data import Prompt, Rollout, TrainingFailed, UserError
+from engine.client import Client, NoReply, Refused
 
 PAUSES = (0.5, 1, 2, 4, 8)  # seconds before a request is tried again
 TIMEOUT = 600  # seconds for one reply
@@ -37,14 +37,6 @@ MOST_AT_ONCE = 256  # requests in flight
 WRONG_MODEL = 0.3  # nats, mean over the probe's tokens, above which the server has another model
 PROBE = "The capital of France is Paris. 12 + 30 = 42, and 7 * 6 = 42 as well: def add(a, b): return a + b"
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-
-
-class Refused(Exception):
-    """The server answered, and will not do it: its status and what it said."""
-
-    def __init__(self, status: int, text: str):
-        super().__init__(f"{status}: {text}" + "; set OPENAI_API_KEY to its key" * (status in (401, 403)))
-        self.status = status
 
 
 @dataclasses.dataclass
@@ -61,7 +53,8 @@ class Server:
 
     def __init__(self, policy, log):
         args = policy.args
-        self.url, self.log, self.fail = args.server.rstrip("/").removesuffix("/v1"), log, UserError
+        self.url, self.client = args.server.rstrip("/").removesuffix("/v1"), Client()
+        self.log, self.fail = log, UserError
         self.name = self.loaded = ""  # the base model's name there; the adapter's that is in use
         self.version: int | None = None  # of the weights that it has
         self.floor, self.trusted = 1e-4, None  # noise of the comparison; local values when they were last seen there
@@ -83,23 +76,17 @@ class Server:
     def ask(self, path: str, body: dict | None = None):
         """The reply to one request, as JSON where it is JSON. Tried again, after PAUSES, where the server is busy or
         away. Raises Refused for what it will not do, and `fail` where it stays away."""
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
-        data = None if body is None else json.dumps(body).encode()
+        key = os.environ.get("OPENAI_API_KEY", "")
         reason = ""
         for pause in (*PAUSES, None):
             try:
-                request = urllib.request.Request(self.url + path, data, headers)
-                with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-                    return parse(reply.read())
-            except urllib.error.HTTPError as error:
-                text = message_of(error.read())
-                if error.code not in BUSY:
-                    raise Refused(error.code, text) from None
-                reason = f"HTTP {error.code} {text}"
-            except (OSError, EOFError, ValueError, http_error()) as error:  # refused, reset, timed out, torn
-                reason = str(getattr(error, "reason", None) or error) or type(error).__name__
+                return parse(self.client.ask(self.url + path, body, key=key, seconds=TIMEOUT))
+            except Refused as error:
+                if error.status not in BUSY:
+                    raise
+                reason = f"HTTP {error.status} {error.said}"
+            except (NoReply, ValueError) as error:  # refused, reset, timed out, torn
+                reason = str(error)
             if pause is not None:
                 time.sleep(pause)
         raise self.fail(f"the server {self.url} does not answer {path} ({reason[:150]}); start it again"
@@ -110,7 +97,7 @@ class Server:
         try:
             reply = self.ask(path, body)
         except Refused as error:
-            raise self.fail(f"the server {self.url} refuses {path} ({error}); {hint}") from None
+            raise self.fail(f"the server {self.url} refuses {path} ({refusal(error)}); {hint}") from None
         if isinstance(reply, dict) and reply.get("success") is False:
             said = reply.get("message") or reply.get("error_message")
             raise self.fail(f"the server {self.url} could not do {path} ({said}); {hint}")
@@ -120,15 +107,9 @@ class Server:
     def connect(self, policy) -> None:
         """Health, kind, model; then the weights go there and its log-probabilities are compared with the local ones."""
         self.must("/health", None, "is it an inference server?")
-        models = self.must("/v1/models", None, "--server must be a vLLM or SGLang server")
-        models = [m for m in (models.get("data") if isinstance(models, dict) else None) or [] if isinstance(m, dict)]
-        base = [m for m in models if not m.get("parent")]
-        wanted = policy.args.server_model or (base[0]["id"] if base else "")
-        found = next((m for m in models if m.get("id") == wanted), None)
-        if found is None:
-            raise UserError(f"--server-model {wanted}: the server {self.url} serves "
-                            f"{', '.join(str(m.get('id')) for m in models) or 'no model'}")
-        self.name, self.kind = wanted, SGLang if found.get("owned_by") == "sglang" else VLLM
+        found = self.find_model(policy.args.server_model)
+        self.name = found["id"]
+        self.kind = SGLang if found.get("owned_by") == "sglang" else VLLM
         longest = found.get("max_model_len")
         if isinstance(longest, int) and longest < policy.context:
             self.log(f"the server's context of {longest} tokens is shorter than the model's and holds")
@@ -140,15 +121,34 @@ class Server:
         self.log(f"engine http: {self.kind.__name__} at {self.url}, model {self.name}, log-probabilities within "
                  f"{self.floor:.2g} of the local ones")
 
+    def find_model(self, wanted: str) -> dict:
+        """What the server says of its model of this name, or of its first base model where none is wanted."""
+        reply = self.must("/v1/models", None, "--server must be a vLLM or SGLang server")
+        listed = reply.get("data") if isinstance(reply, dict) else None
+        models = [model for model in listed or [] if isinstance(model, dict)]
+        if not wanted:
+            wanted = next((model["id"] for model in models if not model.get("parent")), "")
+        for model in models:
+            if model.get("id") == wanted:
+                return model
+        names = ", ".join(str(model.get("id")) for model in models)
+        raise UserError(f"--server-model {wanted}: the server {self.url} serves {names or 'no model'}")
+
     def check_temperature(self, policy) -> None:
         """What is sampled at a temperature must come with the log-probabilities of that temperature."""
         args = policy.args
-        temperature = next((t for t in (args.temperature, args.temperature_end) if t > 0 and t != 1.0), 1.0)
+        temperature = 1.0
+        for used in (args.temperature_end, args.temperature):
+            if used > 0 and used != 1.0:
+                temperature = used
         ids = probe_ids(policy)
         row = self.sample(policy, ids, 8, temperature, 1)
-        at = {t: local_logps(policy, ids + row.ids, t)[-len(row.ids) :] for t in {temperature, 1.0}}
-        gaps = {t: gap(values, row.logp) for t, values in at.items()}
-        if gaps[temperature] > 2 * self.floor + 1e-3 and gaps[1.0] < 0.5 * gaps[temperature]:
+        gaps = {}
+        for t in {temperature, 1.0}:
+            local = local_logps(policy, ids + row.ids, t)
+            gaps[t] = gap(local[-len(row.ids) :], row.logp)
+        differs = gaps[temperature] > 2 * self.floor + 1e-3
+        if differs and gaps[1.0] < 0.5 * gaps[temperature]:
             raise UserError(f"the server's log-probabilities are not those of --temperature {temperature:g} but of 1; "
                             f"{self.kind.temperature_hint}")
         if gaps[temperature] > WRONG_MODEL:
@@ -228,22 +228,25 @@ class Server:
         try:
             reply = self.ask(*self.kind.request(self, ids, room, temperature, seed, policy.stop_ids, args))
         except Refused as error:
-            raise self.fail(f"the server {self.url} refuses to sample ({error})") from None
+            raise self.fail(f"the server {self.url} refuses to sample ({refusal(error)})") from None
         try:
             got = self.kind.read(reply)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self.fail(f"the server {self.url} sent no token ids with their log-probabilities: {error!r}; "
                             f"{self.kind.ids_hint}") from None
-        vocabulary = policy.hf.get_output_embeddings().weight.shape[0]
-        if not got.ids or len(got.ids) > room or len(got.ids) != len(got.logp):
+        self.check_sampled(got, room, vocabulary_size(policy))
+        return dataclasses.replace(got, ended=got.ended or got.ids[-1] in policy.stop_ids)
+
+    def check_sampled(self, got: Sampled, room: int, vocabulary: int) -> None:
+        """Ids of the vocabulary, at most `room` of them, with a log-probability each; anything else ends the run."""
+        if not 0 < len(got.ids) <= room or len(got.ids) != len(got.logp):
             raise self.fail(f"the server {self.url} sent {len(got.ids)} ids and {len(got.logp)} log-probabilities "
                             f"where at most {room} of each were asked for")
         if not all(type(token) is int and 0 <= token < vocabulary for token in got.ids):
             raise self.fail(f"the server {self.url} sent an id outside the vocabulary of {vocabulary}; its tokenizer "
                             "is not the model's")
-        if not all(isinstance(value, int | float) and math.isfinite(value) and value < 1e-3 for value in got.logp):
+        if not all(is_logp(value) for value in got.logp):
             raise self.fail(f"the server {self.url} sent log-probabilities that are none")
-        return dataclasses.replace(got, ended=got.ended or got.ids[-1] in policy.stop_ids)
 
 
 # ------------------------------------------------------------------------------------------------ the two protocols
@@ -317,8 +320,12 @@ class SGLang:
         meta = reply["meta_info"]
         if meta["finish_reason"]["type"] not in ("stop", "length"):
             raise ValueError(f"the request ended by {meta['finish_reason']}")
-        logp, ids = zip(*((entry[0], entry[1]) for entry in meta["output_token_logprobs"]), strict=True)
-        return Sampled(list(ids), list(logp), meta["finish_reason"]["type"] == "stop")
+        entries = meta["output_token_logprobs"]
+        if not entries:
+            raise ValueError("output_token_logprobs is empty")
+        ids = [entry[1] for entry in entries]
+        logp = [entry[0] for entry in entries]
+        return Sampled(ids, logp, meta["finish_reason"]["type"] == "stop")
 
     @staticmethod
     def prompt_logps(server: Server, ids: list[int]) -> list[float]:
@@ -345,26 +352,13 @@ class SGLang:
 
 
 # ------------------------------------------------------------------------------------------------ small parts
-class reading:  # noqa: N801 - a context manager that reads as a verb
+@contextlib.contextmanager
+def reading(server: Server) -> Iterator[None]:
     """Within: a reply that lacks what it must hold is an error in one sentence."""
-
-    def __init__(self, server: Server):
-        self.server = server
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, KeyError | IndexError | TypeError | ValueError):
-            raise self.server.fail(f"the server {self.server.url} gives no log-probabilities of a prompt: {error!r}"
-                                   ) from None
-
-
-def http_error() -> type[Exception]:
-    """What http.client raises where a reply breaks off."""
-    import http.client
-
-    return http.client.HTTPException
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise server.fail(f"the server {server.url} gives no log-probabilities of a prompt: {error!r}") from None
 
 
 def parse(data: bytes):
@@ -373,16 +367,10 @@ def parse(data: bytes):
     return json.loads(text) if text[:1] in ("{", "[") else text
 
 
-def message_of(data: bytes) -> str:
-    """What a server says of an error, short."""
-    text = data.decode("utf-8", "replace")
-    try:
-        said = json.loads(text)
-        said = said.get("error", said)
-        text = said.get("message") or said.get("detail", said) if isinstance(said, dict) else said
-    except (ValueError, AttributeError):
-        pass
-    return " ".join(str(text).split())[:200]
+def refusal(error: Refused) -> str:
+    """What the server said, and what helps where it wants a key."""
+    hint = "; set OPENAI_API_KEY to its key" if error.status in (401, 403) else ""
+    return f"{error}{hint}"
 
 
 def side_by_side(jobs: list[Callable]) -> list:
@@ -398,22 +386,37 @@ def side_by_side(jobs: list[Callable]) -> list:
             raise
 
 
+def is_logp(value) -> bool:
+    """Whether it is a finite number that rounding may have brought a little over 0."""
+    return isinstance(value, int | float) and math.isfinite(value) and value < 1e-3
+
+
+def vocabulary_size(policy) -> int:
+    return policy.hf.get_output_embeddings().weight.shape[0]
+
+
 def probe_ids(policy) -> list[int]:
+    """The ids of PROBE, or of nothing in particular where the tokenizer does not know its words."""
     ids = policy.tokenizer.encode(PROBE, add_special_tokens=False)[:64]
-    vocabulary = min(policy.hf.get_output_embeddings().weight.shape[0], len(policy.tokenizer))
-    return ids if len(set(ids)) > 4 else [1 + (7 * i) % (vocabulary - 1) for i in range(16)]
+    if len(set(ids)) > 4:
+        return ids
+    vocabulary = min(vocabulary_size(policy), len(policy.tokenizer))
+    return [1 + (7 * i) % (vocabulary - 1) for i in range(16)]
 
 
 @torch.no_grad()
 def local_logps(policy, ids: list[int], temperature: float) -> list[float]:
     """log p of each of the ids but the first under the local policy."""
+    inputs = torch.tensor([ids], device=policy.device)
     policy.task.on_forward([Prompt("")])
-    logits = policy.hf(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits[0, :-1]
+    output = policy.hf(input_ids=inputs, use_cache=False)
     policy.task.on_forward([])
-    logp = (logits.float() / temperature).log_softmax(-1)
-    return logp.gather(-1, torch.tensor(ids[1:], device=policy.device)[:, None])[:, 0].tolist()
+    logits = output.logits[0, :-1].float()
+    logp = (logits / temperature).log_softmax(-1)
+    return logp.gather(-1, inputs[0, 1:, None])[:, 0].tolist()
 
 
 def gap(a: list[float], b: list[float]) -> float:
     """Mean absolute difference."""
-    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / max(1, len(a))
+    differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    return sum(differences) / max(1, len(differences))

@@ -16,14 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run_folder import without_times
 
-import engine.logps
-import engine.rollout
 import harness.checkpoints
 import harness.flags
 import harness.stop
 import train_grpo
 from data import Prompt, Task, TrainingFailed, UserError
-from engine.asynchronous import COLUMNS, Ahead, at_random, room, twin
+from engine.asynchronous import COLUMNS, RolloutQueue, at_random, copy_policy_model, groups_allowed
 
 CSV_TIMES = {name for name in COLUMNS if name.startswith("seconds_")}
 
@@ -37,7 +35,7 @@ CSV_TIMES = {name for name in COLUMNS if name.startswith("seconds_")}
     (4, 4, 0, -1, 0),  # the weights are too old already
 ])
 def test_how_many_groups_may_be_begun(need, per_step, outstanding, later, expected):
-    assert room(need, per_step, outstanding, later) == expected
+    assert groups_allowed(need, per_step, outstanding, later) == expected
 
 
 @given(st.floats(0, 1), st.lists(st.integers(1, 7), min_size=1, max_size=30))
@@ -62,7 +60,7 @@ def lora_policy(*flags):
 
 def test_the_second_adapter_shares_the_base_and_nothing_else():
     policy = lora_policy()
-    other = twin(policy.model)
+    other = copy_policy_model(policy.model)
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         before = policy.model(ids).logits
@@ -79,8 +77,9 @@ def test_the_second_adapter_shares_the_base_and_nothing_else():
 
 def test_a_merge_in_one_tree_leaves_the_others_base_as_it_was():
     policy = lora_policy()
-    policy.engine, model = "fast", twin(policy.model)
-    with torch.no_grad(), engine.rollout.merged_lora(dataclasses.replace(policy, model=model, hf=model.get_base_model())):
+    policy.engine, model = "fast", copy_policy_model(policy.model)
+    other = dataclasses.replace(policy, model=model, hf=model.get_base_model())
+    with torch.no_grad(), other.adapter.merged_in():
         merged = [layer.get_base_layer().weight.clone() for layer in lora_layers(model)]
         plain = [layer.get_base_layer().weight.clone() for layer in lora_layers(policy.model)]
     assert not any(torch.equal(a, b) for a, b in zip(merged, plain, strict=True))
@@ -96,7 +95,7 @@ def test_hooks_and_tied_weights_go_with_their_tree():
     policy.hf.lm_head.weight = policy.hf.model.embed_tokens.weight
     seen = []
     policy.hf.model.register_forward_hook(lambda *_: seen.append(1))
-    other = twin(policy.model)
+    other = copy_policy_model(policy.model)
     assert other.lm_head.weight is other.model.embed_tokens.weight
     assert other.lm_head.weight.data_ptr() != policy.hf.lm_head.weight.data_ptr()  # trained: a copy
     other(torch.tensor([[3]]))
@@ -119,7 +118,7 @@ def make_ahead(*flags, state=None, version=0, said=None):
                          "0", *flags)
     policy.version = version
     policy.task = Listed(policy.args)
-    ahead = Ahead(policy, policy.task, policy.args, (said if said is not None else []).append, state)
+    ahead = RolloutQueue(policy, policy.task, policy.args, (said if said is not None else []).append, state)
     ahead.wait = lambda: ahead.work(ahead.workers[0])  # instead of waiting for a thread: one ticket is rolled out
     return ahead
 
@@ -312,7 +311,7 @@ def test_a_closing_run_ends_a_rollout_at_its_next_forward():
 
     hf.register_forward_pre_hook(closes)
     ahead.need = 2
-    ahead.deal(1, 1.0)
+    ahead.issue_tickets(1, 1.0)
     ahead.run(ahead.workers[0])
     assert len(forwards) == 2 and ahead.error is None and not ahead.ready
 
@@ -350,8 +349,11 @@ def test_flags_that_cannot_work_together_are_refused(flags, word):
 
 # ---- whole runs
 @pytest.fixture
-def run(words, command, tmp_path):
-    """Runs the words task with further flags; (how it ended, its folder)."""
+def run(words, command, tmp_path, monkeypatch):
+    """Runs the words task with further flags; (how it ended, its folder). At its end it waits for its workers, however
+    busy the machine is."""
+    monkeypatch.setattr(RolloutQueue.close, "__defaults__", (threading.TIMEOUT_MAX / 2,))
+
     def go(name, *flags, file=None):
         task = ["--task", f"{file}:Words"] if file else words.flags[:2]
         ended = command(*task, *words.flags[2:], "--async-random", "0", "--out", tmp_path, "--name", name, *flags)
@@ -405,14 +407,14 @@ def test_a_worker_that_raises_ends_the_run_with_its_traceback(run, words, tmp_pa
 
 
 def test_ctrl_c_while_the_trainer_waits_saves_and_ends_every_thread(run, monkeypatch):
-    taken = Ahead.next_ready
+    taken = RolloutQueue.next_ready
 
     def interrupted(self, check):
         if self.policy.version == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return taken(self, check)
 
-    monkeypatch.setattr(Ahead, "next_ready", interrupted)
+    monkeypatch.setattr(RolloutQueue, "next_ready", interrupted)
     ended, folder = run("a", "--async-workers", "2", "--max-version-gap", "1", "--steps", "4")
     assert ended.code == 130 and len(read_csv(folder)) == 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollouts")]

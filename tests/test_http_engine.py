@@ -6,7 +6,6 @@ It serves the tests' tiny model, samples with it, loads adapters and weights fro
 import copy
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -78,6 +77,8 @@ class Handler(BaseHTTPRequestHandler):
             body if isinstance(body, bytes) else body.encode())
         self.send_response(status)
         self.send_header("Content-Length", str(len(data) + 20 * ("torn" in self.server.faults)))
+        if 300 <= status < 400:
+            self.send_header("Location", self.server.url + "/elsewhere")
         self.end_headers()
         self.wfile.write(data)
 
@@ -96,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         if server.faults.get(path):
             return self.answer({"error": {"message": "busy or broken"}}, server.faults[path].pop(0))
         if server.barrier:
-            server.barrier.wait(20)
+            server.barrier.wait()
         with server.lock:
             return self.answer(*ROUTES[server.kind].get(path, unknown)(server, body))
 
@@ -347,6 +348,23 @@ def test_a_server_that_wants_a_key_is_given_it(serve, monkeypatch):
     assert server.key == "Bearer k"
 
 
+def test_no_redirect_takes_the_key_elsewhere(serve, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    server = serve(faults={"/v1/completions": [307]})
+    with pytest.raises(UserError, match="307"):
+        connected(server)
+    assert "/v1/completions" in paths(server) and "/elsewhere" not in paths(server)
+
+
+@pytest.mark.parametrize("key", ["sk\nX-Evil: 1", "sk-\u2603"])
+def test_a_key_that_no_header_can_hold_is_one_sentence_without_it(serve, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    server = serve()
+    with pytest.raises(UserError, match="does not answer") as raised:
+        connected(server)
+    assert "sk" not in str(raised.value) and not server.log
+
+
 @pytest.mark.parametrize("flags", [["--engine", "http"], ["--server", "http://x"]])
 def test_the_engine_and_its_server_go_together(command, flags):
     assert "go together" in command(*flags).err
@@ -359,8 +377,7 @@ def test_a_server_that_dies_ends_the_run_with_its_weights_saved(command, words, 
     def dies(choice):
         count[0] += 1
         if count[0] > 20:
-            threading.Thread(target=server.shutdown).start()
-            time.sleep(0.2)
+            server.shutdown()  # this is a thread of its own: it ends the one that takes requests, and waits for that
             server.server_close()
             server.live = False
             return b"{"

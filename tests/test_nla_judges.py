@@ -10,6 +10,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from conftest import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from tasks.nla import judges as nla_judges
 from tasks.nla.judges import JudgedRow, JudgeOptions, check, evaluate, parse, retry_after, verdicts
 
 KEY = "JUDGE_TEST_KEY"
+HOUR = 3600.0  # beyond the time-out of the suite: not what ends a test, however busy the machine is
 ROWS = [JudgedRow(f"explanation {i}", f"source {i}", f"quirk {i}") for i in range(6)]
 
 
@@ -68,8 +70,8 @@ class Endpoint:
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
     def judge(self, **options):
-        values = {"judge_url": self.url, "judge_model": "m", "judge_key_env": KEY, "judge_timeout": 5.0,
-                  "judge_total": 20.0, **options}
+        values = {"judge_url": self.url, "judge_model": "m", "judge_key_env": KEY, "judge_timeout": HOUR,
+                  "judge_total": HOUR, **options}
         return nla_judges.Judge(JudgeOptions(**values))
 
 
@@ -106,9 +108,14 @@ def test_confusion_is_the_share_of_captured_quirks(endpoint):
 
 
 def test_verdicts_stand_at_their_rows_whatever_the_order_of_the_answers(endpoint):
+    answered = [threading.Event() for _ in range(7)]
+    answered[6].set()
+
     def late(n, texts):
-        time.sleep(0.02 * (6 - int(texts["explanation"][-1])))
-        return said(texts["explanation"][-1])
+        i = int(texts["explanation"][-1])
+        answered[i + 1].wait()  # the last row first
+        answered[i].set()
+        return said(str(i))
 
     endpoint.answer = late
     assert verdicts("hallucination", endpoint.judge(judge_concurrency=6), ROWS)[0] == [0, 1, 2, 3, 4, 5]
@@ -140,7 +147,14 @@ def test_rows_without_source_or_quirk_are_not_asked_about(endpoint):
 
 
 def test_no_more_requests_are_open_than_were_allowed(endpoint):
-    endpoint.answer = lambda n, texts: time.sleep(0.02) or said("0")
+    two = threading.Barrier(2)
+
+    def answer(n, texts):
+        two.wait()  # no answer before another request is open
+        endpoint.over.wait(0.02)  # only so that a third, where there is one, is seen
+        return said("0")
+
+    endpoint.answer = answer
     assert verdicts("hallucination", endpoint.judge(judge_concurrency=2), ROWS * 2)[0] == [0] * 12
     assert endpoint.most == 2
 
@@ -210,9 +224,8 @@ def test_a_rate_limit_is_waited_for_by_all_requests(endpoint):
 
 def test_a_rate_limit_over_the_total_is_not_waited_for(endpoint):
     endpoint.answer = lambda n, texts: (429, {"Retry-After": "86400"}, b"")
-    start = time.monotonic()
     assert reasons("hallucination", endpoint.judge()) == ([None] * 6, {"HTTP 429": 6})
-    assert time.monotonic() - start < 10 and len(endpoint.asked) == 6
+    assert len(endpoint.asked) == 6
 
 
 def test_retry_after_is_seconds_or_a_date():
@@ -222,34 +235,41 @@ def test_retry_after_is_seconds_or_a_date():
 
 
 def hang(handler):
-    handler.server.hung.wait(30)
+    handler.server.hung.wait()
 
 
 def drip(handler):
     """Headers, then a byte now and then: no single read is late."""
     handler.send_response(200)
     handler.end_headers()
-    for _ in range(300):
+    while not handler.server.hung.wait(0.05):
         handler.wfile.write(b" ")
-        if handler.server.hung.wait(0.05):
-            return
 
 
 def drip_headers(handler):
     handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
-    for _ in range(300):
+    while not handler.server.hung.wait(0.05):
         handler.wfile.write(b"x")
-        if handler.server.hung.wait(0.05):
-            return
+
+
+def with_time_enough(ask, good, seconds):
+    """What `ask(seconds)` finds and why, with more seconds until these rows were judged: a busy machine needs them."""
+    found, why = ask(seconds)
+    while any(found[i] is None for i in good):
+        seconds *= 4
+        found, why = ask(seconds)
+    return found, why
 
 
 @pytest.mark.parametrize("way", [hang, drip, drip_headers])
 def test_a_judge_that_hangs_costs_no_more_than_the_total(endpoint, way):
     endpoint.server.hung = endpoint.over
     endpoint.answer = lambda n, texts: way if texts["explanation"][-1] in "024" else said("1")
-    start = time.monotonic()
-    found, why = reasons("hallucination", endpoint.judge(judge_total=1.0, judge_concurrency=6, judge_timeout=9.0))
-    assert time.monotonic() - start < 4
+
+    def ask(total):  # the server never ends: that this returns is the total's doing
+        return reasons("hallucination", endpoint.judge(judge_total=total, judge_concurrency=6))
+
+    found, why = with_time_enough(ask, (1, 3, 5), 1.0)
     assert found == [None, 1, None, 1, None, 1] and sum(why.values()) == 3 and set(why) <= {"out of time", "timed out"}
 
 
@@ -257,19 +277,21 @@ def test_a_judge_that_hangs_costs_no_more_than_the_total(endpoint, way):
 def test_a_request_that_takes_too_long_is_given_up_and_the_next_one_served(endpoint, way):
     endpoint.server.hung = endpoint.over
     endpoint.answer = lambda n, texts: way if texts["explanation"][-1] == "0" else said("1")
-    judge = endpoint.judge(judge_timeout=0.4, judge_retries=1, judge_concurrency=1)
-    assert reasons("hallucination", judge, ROWS[:3]) == ([None, 1, 1], {"timed out": 1})
+
+    def ask(timeout):
+        judge = endpoint.judge(judge_timeout=timeout, judge_retries=1, judge_concurrency=1)
+        return reasons("hallucination", judge, ROWS[:3])
+
+    assert with_time_enough(ask, (1, 2), 0.4) == ([None, 1, 1], {"timed out": 1})
 
 
-def test_no_thread_and_no_connection_is_left_behind(endpoint):
+@pytest.mark.parametrize("way", [hang, drip, drip_headers])
+def test_no_thread_and_no_connection_is_left_behind(endpoint, way):
     endpoint.server.hung = endpoint.over
-    endpoint.answer = lambda n, texts: hang
+    endpoint.answer = lambda n, texts: way
     before = threading.active_count()
-    verdicts("hallucination", endpoint.judge(judge_total=0.2, judge_timeout=60.0), ROWS)
-    end = time.monotonic() + 5
-    while threading.active_count() > before + 4 and time.monotonic() < end:  # the endpoint's own handlers hang on
-        time.sleep(0.01)
-    assert threading.active_count() <= before + 4
+    verdicts("hallucination", endpoint.judge(judge_total=0.2), ROWS)
+    until(lambda: threading.active_count() <= before + 4)  # the endpoint's own handlers hang on
 
 
 def close(handler):
