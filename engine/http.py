@@ -201,26 +201,24 @@ class Server:
             self.trusted = here
 
     # ---- sampling
-    def fill(self, policy, rows: list[Rollout], draws, temperature: float) -> None:
-        """One turn of the rows: what the server samples goes into `draws`. The rows' requests run side by side."""
+    def fill(self, policy, rows: list[Rollout], buffer, temperature: float) -> None:
+        """One turn of the rows: what the server samples goes into `buffer`. The rows' requests run side by side."""
         if any(row.prompt.inject is not None for row in rows):
             raise UserError("--engine http cannot add an activation to the residual stream; use --engine auto")
-        room = draws.max_new.tolist()
-        seeds = [int(u * 2**31) for u in draws.uniforms[:, 0].tolist()]
-        jobs = [lambda i=i, row=row: self.sample(policy, row.ids, room[i], temperature, seeds[i])
-                for i, row in enumerate(rows) if room[i] > 0]
-        done = iter(side_by_side(jobs))
+        room = buffer.max_new.tolist()
+        seeds = [int(u * 2**31) for u in buffer.uniforms[:, 0].tolist()]
+        asking = [i for i in range(len(rows)) if room[i] > 0]
+        jobs = [lambda i=i: self.sample(policy, rows[i].ids, room[i], temperature, seeds[i]) for i in asking]
         unknown = float("nan")
-        for i in range(len(rows)):
-            if room[i] <= 0:
-                continue
-            got = next(done)
+        filters = policy.args.top_p < 1 or policy.args.top_k
+        for i, got in zip(asking, side_by_side(jobs), strict=True):
             n = len(got.ids)
-            draws.tokens[i, :n] = torch.tensor(got.ids)
-            draws.logp[i, :n] = torch.tensor(got.logp)
-            draws.entropy[i, :n] = unknown
-            draws.filtered[i, :n] = unknown if policy.args.top_p < 1 or policy.args.top_k else 0.0
-            draws.length[i], draws.ended[i] = n, got.ended
+            buffer.tokens[i, :n] = torch.tensor(got.ids)
+            buffer.logp[i, :n] = torch.tensor(got.logp)
+            buffer.entropy[i, :n] = unknown
+            buffer.filtered[i, :n] = unknown if filters else 0.0
+            buffer.length[i] = n
+            buffer.ended[i] = got.ended
 
     def sample(self, policy, ids: list[int], room: int, temperature: float, seed: int) -> Sampled:
         """One completion of at most `room` tokens."""

@@ -154,7 +154,8 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
                             "--context, or let the task's drop_prompts() leave it out")
         for _ in range(n):
             rows.append(Rollout(prompt, list(ids), [], [], [], [], "", []))
-    longest = max((len(row.ids) for row in rows), default=0) + args.max_new * policy.task.turns()
+    longest_prompt = max((len(row.ids) for row in rows), default=0)
+    longest = longest_prompt + args.max_new * policy.task.turns()
     size = max(1, policy.rollout_tokens // min(policy.context, longest))
     policy.model.eval()
     if policy.server:
@@ -214,7 +215,8 @@ def decode(policy, rows: list[Rollout], buffer: TurnBuffer, kv_rows: dict[Rollou
     hf, graphs = policy.hf, policy.args.cuda_graphs
     several_turns = policy.task.turns() > 1
     steps = buffer.tokens.shape[1]
-    capacity = min(policy.context, max(len(row.ids) for row in rows) + steps)
+    longest = max(len(row.ids) for row in rows)
+    capacity = min(policy.context, longest + steps)
     if kv_rows:
         cache, hidden = prefill_more(policy, rows, kv_rows, capacity)
     else:
@@ -231,7 +233,8 @@ def decode(policy, rows: list[Rollout], buffer: TurnBuffer, kv_rows: dict[Rollou
             alive = buffer.active[index].nonzero()[:, 0]
             if not len(alive):
                 break
-            if len(alive) < len(index) and len(alive) <= most_left * len(index):
+            leaving = len(index) - len(alive)
+            if leaving and len(alive) <= most_left * len(index):
                 if several_turns:
                     left |= set_aside(cache, index, alive)
                 order = cache.keep_rows(alive.tolist())
@@ -253,7 +256,8 @@ def prefill(policy, rows: list[Rollout], capacity: int) -> tuple[Cache, Tensor]:
             distinct.append(row)
         share.append(number_of[key])
     policy.task.on_forward([row.prompt for row in distinct])
-    cache = Cache(len(distinct), max(len(row.ids) for row in distinct), policy.device)
+    longest = max(len(row.ids) for row in distinct)
+    cache = Cache(len(distinct), longest, policy.device)
     hidden = cache.feed(policy.hf, [row.ids for row in distinct])
     policy.task.on_forward([])
     return select_rows([(cache, i) for i in share], capacity), hidden[share]
@@ -287,7 +291,9 @@ def carry_over(cache: Cache, index: Tensor, left: dict[int, tuple[Cache, int]], 
     lengths = buffer.length.tolist()
     kv_rows = {}
     for i, row in enumerate(rows):
-        kv_rows[row] = KVRow(*left[i], len(row.ids) + lengths[i] - 1)
+        cache, place = left[i]
+        fed = len(row.ids) + lengths[i] - 1
+        kv_rows[row] = KVRow(cache, place, fed)
     return kv_rows
 
 

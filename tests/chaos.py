@@ -62,7 +62,7 @@ class Chosen(Words):
 
     def __init__(self, args):
         super().__init__(args)
-        self.deal([Prompt(f"w{3 + i} w{4 + i % 5}") for i in range(12)], [Prompt(f"w{20 + i} w5 w7") for i in range(4)],
+        self.set_prompts([Prompt(f"w{3 + i} w{4 + i % 5}") for i in range(12)], [Prompt(f"w{20 + i} w5 w7") for i in range(4)],
                   alpha=2.0)
 
     def prompts(self, n):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_task_contract import core_args, rollout
+from test_tasks_contract import core_args, rollout
 
 import data
 from data import BadRecords, Group, Prompt, Sampler, Task, UserError, load_prompts, load_task, read_records

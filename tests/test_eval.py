@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_task_contract import core_args, rollout
+from test_tasks_contract import core_args, rollout
 
 import eval as evaluation
 import train_grpo

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_task_contract import core_args, rollout
+from test_tasks_contract import core_args, rollout
 
 from data import Group, UserError
 from rewards import equivalent, final_answer

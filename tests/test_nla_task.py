@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nla_files import nla_files
 from safetensors.torch import load_file
-from test_task_contract import core_args, rollout
+from test_tasks_contract import core_args, rollout
 
 from data import Group, UserError
 from tasks.nla import task as nla

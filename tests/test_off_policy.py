@@ -10,10 +10,10 @@ import torch
 from conftest import bigram_policy, hand_rollout, make_args, new_state, read_csv, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_harness_folder import same_log
 from test_loss import MASKS, NEW, REF, SAMPLER, groups_of, log_p
-from test_run_folder import same_log
-from test_task_contract import core_args
-from test_tool_task import model
+from test_tasks_contract import core_args
+from test_tools_task import model
 
 import models.policy
 import train_grpo

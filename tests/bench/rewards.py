@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from test_task_contract import HOSTILE, core_args, rollout
+from test_tasks_contract import HOSTILE, core_args, rollout
 
 from data import rng_of
 from rewards import equivalent

@@ -19,7 +19,7 @@ from tasks.code import task as coding
 from tasks.code.grading import Grader, Rules, code_blocks, grade, inspect
 from tasks.code.teacher_pool import TeacherPool
 from tests.conftest import hand_rollout, read_csv
-from tests.test_task_contract import core_args
+from tests.test_tasks_contract import core_args
 
 PROBLEM = {
     "id": "inc",

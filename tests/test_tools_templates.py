@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import make_policy
-from test_tool_task import PROMPT, core_args, model
-from test_tool_use import block, call_of
+from test_tools_calls import block, call_of
+from test_tools_task import PROMPT, core_args, model
 
 import engine.logps
 import engine.rollout

@@ -18,7 +18,7 @@ import peft
 import pytest
 import torch
 from conftest import ROOT, make_args, read_csv, read_jsonl, until
-from test_run_folder import after_step, flip, in_a_fork, own_task, same_log, within_step
+from test_harness_folder import after_step, flip, in_a_fork, own_task, same_log, within_step
 
 import engine.logps
 import harness.checkpoints

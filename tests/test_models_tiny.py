@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 from conftest import read_csv, read_jsonl
-from test_task_contract import core_args
+from test_tasks_contract import core_args
 
 import models.tiny
 from data import load_task

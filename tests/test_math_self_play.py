@@ -8,7 +8,7 @@ from conftest import read_csv, read_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_math_task import math_task, write
-from test_task_contract import rollout
+from test_tasks_contract import rollout
 
 from data import Group, UserError
 from tasks.math.chains import Link, evaluate

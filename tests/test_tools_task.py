@@ -8,8 +8,8 @@ import pytest
 from conftest import make_policy, read_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_task_contract import core_args
-from test_tool_use import block, call_of
+from test_tasks_contract import core_args
+from test_tools_calls import block, call_of
 
 import engine.logps
 import engine.rollout

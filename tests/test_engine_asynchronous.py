@@ -14,7 +14,7 @@ import torch
 from conftest import WordTask, make_policy, read_csv, read_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_run_folder import without_times
+from test_harness_folder import without_times
 
 import harness.checkpoints
 import harness.flags
@@ -277,7 +277,7 @@ def test_what_a_worker_raises_is_raised_where_the_trainer_waits():
     ahead.wait = lambda: ahead.run(ahead.workers[0])
     with pytest.raises(KeyError, match="no such rollout"):
         take(ahead, 1)
-    assert "Traceback" in said[0] and "test_async_rollouts.py" in said[0]
+    assert "Traceback" in said[0] and "test_engine_asynchronous.py" in said[0]
 
 
 def test_workers_that_have_all_ended_are_noticed():
