@@ -597,7 +597,7 @@ def test_a_late_reply_does_not_answer_the_next_question():
 
     def interrupt():
         until(lambda: rewards._worker is None)  # a question is on its way
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # which ends the wait for its reply
 
     thread = threading.Thread(target=interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -15,6 +15,7 @@ from sandbox import programs as sandbox
 from sandbox.programs import Job, Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+PATIENT = 60.0  # seconds by the clock for what ends by itself, however busy the machine
 HONEST = "def f(x):\n    return x + 1\nassert f(1) == 2\nprint('fine')"
 # Does something that a grader must survive; none of them runs to its end unless `harmless`.
 HOSTILE = {
@@ -76,6 +77,18 @@ def box():
     return sandbox.default_sandbox()
 
 
+def patient(source: str) -> Job:
+    return Job(source, timeout=PATIENT)
+
+
+def run(program: str, timeout: float = PATIENT):
+    return sandbox.run(program, timeout)
+
+
+def judge(blocks, tests, name: str, timeout: float = PATIENT):
+    return sandbox.judge(blocks, tests, name, timeout=timeout)
+
+
 def orphans() -> set[str]:
     """Processes of sandboxes whose parent is gone: what programs leave would be among them."""
     found = set()
@@ -109,44 +122,44 @@ def test_a_hostile_program_fails_in_time_and_leaves_nothing(box, name):
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_does_no_harm_runs_to_its_end_and_leaves_nothing(box, name):
-    assert box.run_job(Job(HARMLESS[name])).ok
+    assert box.run_job(patient(HARMLESS[name])).ok
     until(lambda: not children_of(box.server.pid))
 
 
 def test_only_a_program_that_hangs_timed_out():
-    assert sandbox.run("while True: pass", timeout=0.3).timed_out
-    assert not sandbox.run("1 / 0").timed_out
-    assert not sandbox.run(HONEST).timed_out
+    assert run("while True: pass", timeout=0.3).timed_out
+    assert not run("1 / 0").timed_out
+    assert not run(HONEST).timed_out
 
 
 def test_run_returns_what_was_printed_and_the_exception():
-    result = sandbox.run("import sys\nprint('out')\nprint('err', file=sys.stderr)\nraise ValueError('why')")
+    result = run("import sys\nprint('out')\nprint('err', file=sys.stderr)\nraise ValueError('why')")
     assert "out\n" in result.output and "err\n" in result.output and "ValueError: why" in result.output
-    assert sandbox.run("print('é')").output == "é\n"
+    assert run("print('é')").output == "é\n"
 
 
 def test_output_is_bounded_while_it_is_read():
-    result = sandbox.run("import sys\nfor _ in range(3000): sys.stdout.write('x' * 10_000)\nprint('the end')")
+    result = run("import sys\nfor _ in range(3000): sys.stdout.write('x' * 10_000)\nprint('the end')")
     assert result.ok and result.output == "x" * 65_536
 
 
 def test_input_is_at_its_end_at_once():
     with quick():
-        assert "EOFError" in sandbox.run("input()", timeout=60.0).output
+        assert "EOFError" in run("input()").output
 
 
 def test_memory_over_the_limit_is_a_memory_error():
-    assert "MemoryError" in sandbox.run("x = bytearray(15 << 30)").output
-    assert sandbox.run("x = bytearray(300 << 20)").ok
+    assert "MemoryError" in run("x = bytearray(15 << 30)").output
+    assert run("x = bytearray(300 << 20)").ok
 
 
 def test_a_program_sees_no_environment_arguments_or_files_of_the_trainer(box, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
-    seen = box.run_job(Job("import os, sys\nprint(dict(os.environ), sys.argv, os.listdir('.'))\n"
+    seen = box.run_job(patient("import os, sys\nprint(dict(os.environ), sys.argv, os.listdir('.'))\n"
                            "for path in ('/proc/self/environ', '/proc/1/environ', '/proc/1/cmdline'):\n"
                            "    try: print(open(path).read())\n    except OSError: print('none')"))
     assert seen.ok and seen.output == "{} [''] []\n" + "none\n" * 3
-    there = box.run_job(Job(f"import os\nprint([p for p in {[str(Path(__file__)), str(Path.home() / '.ssh')]!r} "
+    there = box.run_job(patient(f"import os\nprint([p for p in {[str(Path(__file__)), str(Path.home() / '.ssh')]!r} "
                             "if os.path.exists(p)])"))
     assert there.output == "[]\n"
 
@@ -156,32 +169,32 @@ def test_no_network_not_even_to_this_machine(box):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        result = box.run_job(Job(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)"))
+        result = box.run_job(patient(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)"))
         assert not result.ok and "Error" in result.output
 
 
 def test_the_scratch_folder_is_private_and_empty_each_time(box):
     source = "import os, tempfile\nprint(os.listdir('.'))\nopen('a', 'w').write('x')\ntempfile.mkdtemp()"
-    first, second = box.map([Job(source)] * 2)
+    first, second = box.map([patient(source)] * 2)
     assert first.ok and second.ok and first.output == second.output == "[]\n"
 
 
 def test_a_module_beside_the_program_does_not_shadow_what_the_grader_imports(box):
     block = "open('json.py', 'w').write('raise SystemExit(0)')\n"
     block += "open('conftest.py', 'w').write('import os; os._exit(0)')\n"
-    result = sandbox.judge([block + "def f(x):\n    return x"], ["import json\nassert f(1) == 2"], "f")
+    result = judge([block + "def f(x):\n    return x"], ["import json\nassert f(1) == 2"], "f")
     assert not result.ok
-    assert sandbox.judge([block + "def f(x):\n    return x + 1"], ["import json\nassert f(1) == 2"], "f").ok
+    assert judge([block + "def f(x):\n    return x + 1"], ["import json\nassert f(1) == 2"], "f").ok
 
 
 def test_results_come_in_order_whatever_the_programs_take(box):
-    jobs = [Job(f"import time; time.sleep({0.3 if i % 3 == 0 else 0}); print({i})") for i in range(9)]
+    jobs = [patient(f"import time; time.sleep({0.3 if i % 3 == 0 else 0}); print({i})") for i in range(9)]
     assert [result.output for result in box.map(jobs)] == [f"{i}\n" for i in range(9)]
 
 
 def test_hashes_and_random_numbers_repeat():
     source = "print(hash('a'), list({'b', 'c', 'd', 'e'}))"
-    assert sandbox.run(source).output == sandbox.run(source).output
+    assert run(source).output == run(source).output
 
 
 # ---- solutions against hidden tests
@@ -241,22 +254,22 @@ SOFT = {"contains everything": "assert 2 in f([1])", "compares as asked": "asser
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_cheat_is_no_pass(name):
-    result = sandbox.judge([CHEATS[name]], TESTS, "f", timeout=2.0)
+    result = judge([CHEATS[name]], TESTS, "f", timeout=2.0)
     assert not result.ok
-    assert sandbox.judge(["def f(x): return x + 1"], TESTS, "f").ok
+    assert judge(["def f(x): return x + 1"], TESTS, "f").ok
     if name in SOFT:
-        assert not sandbox.judge([CHEATS[name]], [SOFT[name]], "f").ok
+        assert not judge([CHEATS[name]], [SOFT[name]], "f").ok
 
 
 def test_a_right_solution_passes_and_the_first_failing_test_is_named():
-    assert sandbox.judge(["def f(x):\n    return x + 1"], TESTS, "f").ok
-    wrong = sandbox.judge(["def f(x):\n    return 3"], TESTS, "f")
+    assert judge(["def f(x):\n    return x + 1"], TESTS, "f").ok
+    wrong = judge(["def f(x):\n    return 3"], TESTS, "f")
     assert not wrong.ok and "test 0" in wrong.verdict and "AssertionError" in wrong.verdict
-    assert "test 1" in sandbox.judge(["def f(x):\n    return 2"], TESTS, "f").verdict
+    assert "test 1" in judge(["def f(x):\n    return 2"], TESTS, "f").verdict
 
 
 def test_no_tests_are_no_pass():
-    assert not sandbox.judge(["def f(x):\n    return 1"], [], "f").ok
+    assert not judge(["def f(x):\n    return 1"], [], "f").ok
 
 
 @pytest.mark.parametrize("value", ["None", "True", "1.5", "float('inf')", "'é\\ud800'", "b'\\x00'", "10 ** 100", "-3",
@@ -265,7 +278,7 @@ def test_no_tests_are_no_pass():
                                    "__import__('decimal').Decimal('-1.50')"])
 def test_plain_data_crosses_unchanged(value):
     same = f"assert f({value}) == {value} and type(f({value})) is type({value})"
-    assert sandbox.judge(["def f(x):\n    return x"], [same], "f").ok
+    assert judge(["def f(x):\n    return x"], [same], "f").ok
 
 
 def test_iterators_objects_and_exceptions_cross_as_tests_expect():
@@ -276,7 +289,7 @@ def test_iterators_objects_and_exceptions_cross_as_tests_expect():
     tests = ["assert list(f('it')) == [0, 1, 4]",
              "p = f('p')\nassert p.first() == 1 and p.items == [1, 2] and len(p) == 2",
              "try:\n    f('x')\n    assert False\nexcept ValueError as e:\n    assert 'kind' in str(e)"]
-    assert sandbox.judge(blocks, tests, "f").ok
+    assert judge(blocks, tests, "f").ok
 
 
 def test_what_a_function_changed_in_place_is_seen_where_it_returns_nothing():
@@ -285,22 +298,22 @@ def test_what_a_function_changed_in_place_is_seen_where_it_returns_nothing():
     tests = ["data = same = [3, 1, 2]\nassert f(data, 'sort') is None and data == [1, 2, 3] and same is data",
              "d = {'a': 1}\nf(d, how='count')\nassert d == {'a': 1, 'n': [1]}",
              "from collections import deque\nq = deque([1])\nf(q, 'push')\nassert q == deque([1, 9])"]
-    assert sandbox.judge(blocks, tests, "f").ok
-    assert not sandbox.judge(["def f(x, how): pass"], tests[:1], "f").ok
+    assert judge(blocks, tests, "f").ok
+    assert not judge(["def f(x, how): pass"], tests[:1], "f").ok
 
 
 def test_a_demonstration_that_fails_does_not_undo_the_solution_before_it():
     right = "def f(x):\n    return x + 1"
-    assert sandbox.judge([right, "print(f(1))"], TESTS, "f").ok
-    assert sandbox.judge([right, "assert f(1) == 3"], TESTS, "f").ok
-    assert not sandbox.judge([right, "def f(x):\n    return 0\n1 / 0"], TESTS, "f").ok
-    assert not sandbox.judge([right + "\n1 / 0"], TESTS, "f").ok
+    assert judge([right, "print(f(1))"], TESTS, "f").ok
+    assert judge([right, "assert f(1) == 3"], TESTS, "f").ok
+    assert not judge([right, "def f(x):\n    return 0\n1 / 0"], TESTS, "f").ok
+    assert not judge([right + "\n1 / 0"], TESTS, "f").ok
 
 
 # ---- many at once, and the trainer around them
 def batch(size: int) -> list[Job]:
     programs = [*HOSTILE.values(), *HARMLESS.values()]
-    return [Job(programs[i % len(programs)], timeout=0.3) if i % 5 else Job(HONEST, timeout=60.0) for i in range(size)]
+    return [Job(programs[i % len(programs)], timeout=0.3) if i % 5 else patient(HONEST) for i in range(size)]
 
 
 def check_batch(box: Sandbox, size: int) -> None:
@@ -351,10 +364,10 @@ def test_500_hostile_programs_leave_nothing_and_honest_programs_score_right():
 def test_a_server_that_was_killed_is_started_again():
     box = Sandbox(workers=1)
     try:
-        assert box.run_job(Job(HONEST)).ok
+        assert box.run_job(patient(HONEST)).ok
         box.server.kill()
         box.server.wait()
-        assert box.run_job(Job(HONEST)).ok
+        assert box.run_job(patient(HONEST)).ok
     finally:
         box.close()
 
@@ -394,7 +407,7 @@ def test_what_limits_alone_leaves_open_is_told_and_the_rest_is_shut():
     nested = "import os\nfor _ in range(40):\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)\nopen('x', 'w')"
     try:
         told = "their own" in box.describe()
-        results = box.map([Job(source), Job(nested), Job("import threading, datetime, math, collections")])
+        results = box.map(map(patient, (source, nested, "import threading, datetime, math, collections")))
         assert results[0].ok == told and results[1].ok and results[2].ok
         assert os.listdir(box.scratch) == []
     finally:
@@ -412,7 +425,7 @@ def test_each_isolation_that_works_here_ends_what_its_programs_start(mode):
                  "kill everything"]
         for name, result in zip(names, box.map([Job(HOSTILE[name], timeout=0.5) for name in names]), strict=True):
             assert not result.ok, name
-        assert box.run_job(Job(HONEST)).ok
+        assert box.run_job(patient(HONEST)).ok
         until(lambda: not children_of(box.server.pid))
     finally:
         box.close()
