@@ -69,7 +69,7 @@ class Chosen(Words):
         return [self.train[i] for i in self.sampler.draw(n)]
 
     def heldout(self):
-        return self.held
+        return self.heldout_prompts
 
     def observe(self, groups):
         for group in groups:
