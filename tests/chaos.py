@@ -62,8 +62,8 @@ class Chosen(Words):
 
     def __init__(self, args):
         super().__init__(args)
-        self.set_prompts([Prompt(f"w{3 + i} w{4 + i % 5}") for i in range(12)], [Prompt(f"w{20 + i} w5 w7") for i in range(4)],
-                  alpha=2.0)
+        train = [Prompt(f"w{3 + i} w{4 + i % 5}") for i in range(12)]
+        self.set_prompts(train, [Prompt(f"w{20 + i} w5 w7") for i in range(4)], alpha=2.0)
 
     def prompts(self, n):
         return [self.train[i] for i in self.sampler.draw(n)]
