@@ -956,8 +956,8 @@ def set_up(args, sources: dict[str, str], command, log: Console):
         limit = f", --max-prompt {args.max_prompt}" if args.max_prompt else ""
         log(f"{dropped} prompts leave no room for {args.max_new} new tokens (context {policy.context}{limit}) and were "
             "dropped")
-    optimizer = Optimizer(policy.model, args)
     budget = args.micro_tokens or (1536 if policy.device.type == "cpu" else measure_budget(policy, log))
+    optimizer = Optimizer(policy.model, args)  # after the measurement, whose gradients its hooks would keep
     state = State(BetaControl(args.beta), task.state_dict(), budget)
     columns = metric_columns(args, task)
     if command.resume:
