@@ -57,7 +57,7 @@ from harness.flags import as_written, changed_flags, dry_run_args, fixed, flag, 
 from harness.folder import Run, open_folder
 from harness.scoring import judge
 from harness.stop import Stop, run_command, until_the_end
-from models.optimizer import Optimizer, cosine
+from models.optimizer import Optimizer, lr_at
 from models.policy import Policy, is_out_of_memory, load_policy
 from models.supervised import worked_examples
 from rewards import length_penalty
@@ -212,7 +212,7 @@ class Args:
 
 
 def check_args(args, sources: dict[str, str]) -> None:
-    """Values outside their range and combinations that cannot work, before any model loads."""
+    """Combinations of flags that cannot work."""
     def name(key: str) -> str:
         return as_written(args, key, sources)
 
@@ -261,8 +261,6 @@ def check_task(args, task: type[Task]) -> None:
     if args.async_workers and task.on_forward is not Task.on_forward:
         raise UserError(f"--async-workers {args.async_workers}: task {args.task} hooks into the model's forward "
                         "(on_forward), which two threads cannot share; use --async-workers 0")
-
-
 
 
 # ------------------------------------------------------------------------------------------------ advantages
@@ -625,15 +623,6 @@ def cloning_loss(policy: Policy, batch: list[TrainRow]) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ the update
-def lr_at(step: int, args) -> float:
-    """Learning rate of a step, 1 to --steps: linear from lr_start over the warm-up, then cosine to lr_end."""
-    if step <= args.warmup_steps:
-        return args.lr * (args.lr_start + (1 - args.lr_start) * (step - 1) / args.warmup_steps)
-    decay_steps = max(1, args.steps - 1 - args.warmup_steps)
-    share = (step - 1 - args.warmup_steps) / decay_steps
-    return args.lr * cosine(share, args.lr_end)
-
-
 def temperature_at(step: int, args) -> float:
     """Sampling temperature of a step: linear from --temperature to --temperature-end."""
     if args.temperature_end < 0:
@@ -744,7 +733,7 @@ def fill_ref_and_old_logps(policy: Policy, batches: list[list[TrainRow]], args, 
     for row in every:
         first = rows[row.rollout]
         row.ref, row.old = first.ref, first.old
-        stale = age_of(row.rollout, policy.version) > 0  # the policy that wrote it is gone: its word is what is left
+        stale = age_of(row.rollout, policy.version) > 0  # its weights are gone, the sampler's word is left
         if stale or (several and args.old_logp == "sampler"):
             row.old = torch.tensor(row.rollout.logp, device=policy.device)
 
@@ -875,36 +864,36 @@ def step_metrics(batch: list[Group], sampled: list[Group], args) -> dict[str, An
     stds = [group_std(group, args) for group in sampled]
     compared = [group for group, std in zip(sampled, stds, strict=True) if std is not None]
     advantages = known([advantage for group in batch for advantage in group.advantages])
-    used = [group for group in batch if any(known([a for a in group.advantages if a != 0]))]
+    used = [group for group in batch if any(known(group.advantages))]
     metrics = {
-        "reward_mean": of(np.mean, rewards),
-        "reward_std": of(np.std, rewards),
-        "reward_min": of(min, rewards),
-        "reward_max": of(max, rewards),
-        "reward_std_group": of(np.mean, [std for std in stds if std is not None]),
-        "accuracy": of(np.mean, verdicts),
+        "reward_mean": statistic(np.mean, rewards),
+        "reward_std": statistic(np.std, rewards),
+        "reward_min": statistic(min, rewards),
+        "reward_max": statistic(max, rewards),
+        "reward_std_group": statistic(np.mean, [std for std in stds if std is not None]),
+        "accuracy": statistic(np.mean, verdicts),
         "tokens": sum(lengths),
-        "length_mean": of(np.mean, lengths),
+        "length_mean": statistic(np.mean, lengths),
         "length_max": max(lengths, default=0),
-        "truncated_share": of(np.mean, [rollout.truncated for rollout in rollouts]),
+        "truncated_share": statistic(np.mean, [rollout.truncated for rollout in rollouts]),
         "unscorable": len(scores) - len(rewards),
-        "entropy": of(np.mean, sampled_entropies(rollouts)),
+        "entropy": statistic(np.mean, sampled_entropies(rollouts)),
         "groups_sampled": len(sampled),
         "groups_constant": sum(is_constant(group, args) for group in compared),
         "groups_dropped": len(sampled) - len(compared),
         "groups_used": len(used),
-        "advantage_mean": of(np.mean, advantages),
-        "advantage_std": of(np.std, advantages),
+        "advantage_mean": statistic(np.mean, advantages),
+        "advantage_std": statistic(np.std, advantages),
     }
     for name in sorted({name for score in scores for name in score.parts}):
         values = [score.parts[name] for score in scores if name in score.parts]
-        metrics[f"part_{name}"] = of(np.mean, values)
+        metrics[f"part_{name}"] = statistic(np.mean, values)
     return metrics
 
 
-def of(statistic, values: list) -> float | None:
+def statistic(of, values: list) -> float | None:
     """A statistic of numbers, None where there are none."""
-    return float(statistic(values)) if values else None
+    return float(of(values)) if values else None
 
 
 def sampled_entropies(rollouts: list[Rollout]) -> list[float]:

@@ -6,6 +6,7 @@ but for `reply`, and what the queue does is decided by numbers that a test can w
 
 How many may be on their way is AReaL's bound on staleness (arXiv 2505.24298), in groups: none is begun
 that would be older than --max-version-gap when its turn comes. What is older all the same is dropped and counted.
+How the loss weighs old rollouts stands in train_grpo.py (`age_of`, `decouple`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 
 import numpy as np
 import torch
@@ -34,7 +33,8 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int, top_p
     Returns (b,) tensors: token, its log-probability and the entropy under softmax(logits / temperature) (temperature 1
     where greedy), and the probability that top-k, then top-p, removed from the draw.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.to(precision) / (temperature or 1.0)
     logp = logits - logits.logsumexp(-1, keepdim=True)
     p = logp.exp()
     kept = p
@@ -158,11 +158,13 @@ def rollout(policy, prompts: list[Prompt], n: int, temperature: float, seed: int
     longest = longest_prompt + args.max_new * policy.task.turns()
     size = max(1, policy.rollout_tokens // min(policy.context, longest))
     policy.model.eval()
+    merged = contextlib.nullcontext()
     if policy.server:
         policy.server.sync(policy)
-    merge = policy.engine == "fast" and not policy.server
+    elif policy.engine == "fast":
+        merged = policy.adapter.merged_in()
     masses: list[float] = []
-    with policy.adapter.merged_in() if merge else contextlib.nullcontext():
+    with merged:
         for i in range(0, len(rows), size):
             places = range(i, i + size)
             masses += converse(policy, rows[i : i + size], places, temperature, seed)
@@ -267,9 +269,11 @@ def prefill_more(policy, rows: list[Rollout], kv_rows: dict[Rollout, KVRow], cap
     """A cache of what an earlier turn left of the rows, fed with what was added to them since."""
     found = [kv_rows[row] for row in rows]
     cache = select_rows([(kv.cache, kv.place) for kv in found], capacity)
-    cache.length = torch.tensor([kv.tokens for kv in found], device=policy.device)
-    added = [row.ids[kv.tokens :] for row, kv in zip(rows, found, strict=True)]
-    return cache, cache.feed(policy.hf, added)
+    tokens = [kv.tokens for kv in found]
+    cache.length = torch.tensor(tokens, device=policy.device)
+    added = [row.ids[n:] for row, n in zip(rows, tokens, strict=True)]
+    hidden = cache.feed(policy.hf, added)
+    return cache, hidden
 
 
 def set_aside(cache: Cache, index: Tensor, alive: Tensor) -> dict[int, tuple[Cache, int]]:
@@ -351,39 +355,10 @@ def takes_turn(policy, row: Rollout, may: bool) -> bool:
     if not may:
         row.stop = "unfinished"
         return False
-    new = reply_ids(policy, row, reply)
+    new = policy.reply_ids(row, reply)
     row.turns += reply
     if len(row.ids) + len(new) >= policy.context:
         row.stop = "context"
         return False
     extend(row, new, 0, [0.0] * len(new), [0.0] * len(new), -1)
     return True
-
-
-def reply_ids(policy, row: Rollout, reply: list[dict]) -> list[int]:
-    """Ids from the end of the policy's last turn to where it speaks again. What it wrote is never tokenised anew.
-
-    The stop token that it wrote stands for the template's own, also where the template has white space before it. A
-    template that shows the policy nothing of a reply is a user's error.
-    """
-    if isinstance(row.prompt.messages, str):
-        raise UserError("a task that replies needs chat messages as its prompts, not plain text")
-    mark = "replysuffixmark"
-    while any(mark in message["content"] for message in reply):  # a tool may repeat what the policy wrote
-        mark += "x"
-    head = list(row.prompt.messages) + row.turns[:-1] + [{"role": "assistant", "content": mark}]
-    rendered = policy.render(head + reply, row.prompt, True)
-    suffix = rendered.rpartition(mark)[2]
-    for message in reply:
-        said = message["content"].strip()
-        as_json = json.dumps(said, ensure_ascii=False)[1:-1]
-        if said not in suffix and as_json not in suffix:
-            raise UserError(f"the chat template of {policy.args.model} leaves out a message of role {message['role']}, "
-                            "so the policy would never see it; give another with --chat-template FILE")
-    new = policy.tokenizer.encode(suffix, add_special_tokens=False)
-    for i, token in enumerate(new[:4]):
-        if token == row.ids[-1]:
-            return new[i + 1 :]
-        if policy.tokenizer.decode([token]).strip():
-            break
-    return new

@@ -50,8 +50,10 @@ class Stop:
     @contextlib.contextmanager
     def scoring(self):
         self.at_rest = True
-        yield
-        self.at_rest = False
+        try:
+            yield
+        finally:
+            self.at_rest = False
 
 
 @dataclasses.dataclass

@@ -1,14 +1,104 @@
-"""PEFT's LoRA layers with fewer passes over their outputs."""
+"""LoRA: made, saved, merged and loaded by PEFT, with fewer passes over the layers' outputs."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import copy
+import dataclasses
 import functools
+from collections.abc import Iterator
+from pathlib import Path
 
+import peft
 import torch
+import transformers
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
+from data import UserError
+from models.adapters import AllWeights, merged_weights
+from models.loading import or_user_error
 
+
+def add_lora(hf, args, base: str, start: str | None):
+    """A fresh LoRA, or the one at `start` with a frozen second copy named `reference` as the KL anchor."""
+    if start:
+        model = or_user_error(start, lambda: peft.PeftModel.from_pretrained(hf, start, is_trainable=True))
+        or_user_error(start, lambda: model.load_adapter(start, adapter_name="reference", is_trainable=False))
+        model.set_adapter("default")
+        return fuse_lora(in_one_order(model))
+    targets = args.lora_targets[0] if args.lora_targets == ("all-linear",) else list(args.lora_targets)
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, use_rslora=args.rslora, target_modules=targets,
+                             lora_dropout=0.0, task_type="CAUSAL_LM")
+    try:
+        model = peft.get_peft_model(hf, config)  # LoRA weights are float32 whatever the base is
+    except ValueError as error:
+        raise UserError(f"--lora-targets {' '.join(args.lora_targets)} do not fit this model: {error}") from error
+    model.peft_config["default"].base_model_name_or_path = base
+    return fuse_lora(in_one_order(model))
+
+
+def in_one_order(model):
+    """PEFT keeps a set of target modules, whose order in adapter_config.json would differ from process to process."""
+    config = model.peft_config["default"]
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora(AllWeights):
+    """PEFT's LoRA `default` on `hf`; one named `reference` may stand beside it, frozen."""
+
+    servers_load_it = True
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
+
+    def load(self, folder: Path) -> None:
+        weights = peft.load_peft_weights(str(folder), device="cpu")
+        found = peft.set_peft_model_state_dict(self.model, weights, adapter_name="default")
+        if found.unexpected_keys:
+            raise KeyError(*found.unexpected_keys[:3])
+
+    def save_merged(self, folder: Path, checkpoint: Path | None = None, dtype: torch.dtype | None = None) -> None:
+        self.merged(checkpoint).to(dtype or self.hf.dtype).save_pretrained(folder)
+
+    def merged(self, checkpoint: Path | None) -> nn.Module:
+        """A LoRA on a 4-bit base is merged into the base's own 16-bit weights, not into the rounded ones; it is read
+        from `checkpoint`."""
+        if not self.args.load_4bit:
+            return copy.deepcopy(self.model).merge_and_unload(adapter_names=["default"])
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            self.model.peft_config["default"].base_model_name_or_path, dtype=torch.bfloat16,
+            trust_remote_code=self.args.trust_remote_code)
+        return peft.PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
+
+    @contextlib.contextmanager
+    def merged_in(self) -> Iterator[None]:
+        """A bfloat16 or 4-bit base cannot hold the sum exactly, so there the adapter stays beside it; so it does where
+        a weight is shared, and where an adapter is more than its product (DoRA, a bias)."""
+        layers = [layer for layer in self.model.modules() if hasattr(layer, "lora_A") and "default" in layer.lora_A]
+        layers = [layer for layer in layers if not layer.disable_adapters]
+        owners = collections.Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
+        for layer in layers:
+            weight = layer.get_base_layer().weight
+            more = layer.lora_variant.get("default") or layer.lora_bias.get("default")
+            if weight.dtype != torch.float32 or owners[id(weight)] > 1 or more:
+                yield
+                return
+        with merged_weights(layers):
+            yield
+
+    def saved_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def beside(self, model: nn.Module) -> AllWeights:
+        return type(self)(model, model.get_base_model(), self.args)
+
+
+# ---- the layer's forward
 def fuse_lora(model):
     """Let the model's plain LoRA layers add their product to the base's output within one matrix product.
 

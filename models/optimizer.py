@@ -1,4 +1,4 @@
-"""AdamW on float32 masters of weights of any precision."""
+"""AdamW on float32 masters of weights of any precision, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -92,3 +92,12 @@ def bitsandbytes_optimizer(args):
 def cosine(share: float, end: float) -> float:
     """Cosine from 1 to `end` as `share` goes from 0 to 1."""
     return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * min(max(share, 0.0), 1.0)))
+
+
+def lr_at(step: int, args) -> float:
+    """Learning rate of a step, 1 to --steps: linear from lr_start over the warm-up, then cosine to lr_end."""
+    if step <= args.warmup_steps:
+        return args.lr * (args.lr_start + (1 - args.lr_start) * (step - 1) / args.warmup_steps)
+    decay_steps = max(1, args.steps - 1 - args.warmup_steps)
+    share = (step - 1 - args.warmup_steps) / decay_steps
+    return args.lr * cosine(share, args.lr_end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import json
@@ -16,9 +17,11 @@ from data import Prompt, Rollout, Task, UserError, nearest, seed_of
 from engine.choice import choose_engine
 from engine.rollout import rollout
 from harness.checkpoints import best_checkpoint
-from models.adapters import AllWeights, adapter_of, make_adapter
+from models.adapters import AllWeights
+from models.chat import reply_ids, stop_ids
 from models.loading import load_pretrained, load_tokenizer, package_file, pick_attention, pick_device, pick_dtype
-from models.svd import saved_base
+from models.lora import Lora, add_lora
+from models.svd import SingularValues, SVDModel, saved_base
 from models.tiny import tiny_model
 
 
@@ -108,6 +111,10 @@ class Policy:
             raise UserError(f"the chat template of {self.args.model} refuses a prompt that begins with "
                             f"{str(messages[0])[:80]}: {error}; give another with --chat-template") from error
 
+    def reply_ids(self, row: Rollout, reply: list[dict]) -> list[int]:
+        """The chat-template suffix that shows the policy a reply, see models/chat.py."""
+        return reply_ids(self, row, reply)
+
     def save(self, folder: Path) -> None:
         """What is trained, with the tokenizer; with --save-method merged the merged model in merged/ too."""
         self.adapter.save(folder)
@@ -152,30 +159,50 @@ class Policy:
             finally:
                 self.model.set_adapter("default")
         else:
-            yield self.reference.to(self.device)
-            if self.args.ref_offload:
-                self.reference.to("cpu")
+            try:
+                yield self.reference.to(self.device)
+            finally:
+                if self.args.ref_offload:
+                    self.reference.to("cpu")
+
+
+def adapter_of(model, hf, args) -> AllWeights:
+    """The kind of what is trained, from the modules that were made."""
+    if model is hf:
+        return AllWeights(model, hf, args)
+    if isinstance(model, SVDModel):
+        return SingularValues(model, hf, args)
+    return Lora(model, hf, args)
+
+
+def make_adapter(kind: str, hf, args, base: str, start: str | None, log) -> tuple[Any, Any, Any]:
+    """(model, its Hugging Face model, what the reference is) of a fresh adapter, or of the one in the folder `start`.
+
+    `base` is the path of `hf`. The reference is None, "off" (the adapter switched off), "adapter" (a frozen copy of
+    the one at `start`) or a frozen model.
+    """
+    if kind == "svd":
+        model = SVDModel(hf, base, args.cache, log)
+        if start:
+            model.load(start)
+        return model, hf, "off"
+    if kind == "lora":
+        model = add_lora(hf, args, base, start)
+        return model, model.get_base_model(), "adapter" if start else "off"
+    if start:  # full fine-tuning from base + adapter
+        hf = add_lora(hf, args, base, start).merge_and_unload()
+    hf.requires_grad_(True)
+    return hf, hf, frozen_copy(hf, args) if args.beta else None
+
+
+def frozen_copy(hf, args):
+    reference = copy.deepcopy(hf).requires_grad_(False).eval()
+    return reference.to("cpu") if args.ref_offload else reference
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error))
-
-
-def stop_ids(model, tokenizer) -> list[int]:
-    """Every id that ends a row: the tokenizer's, the generation config's, and the one the chat template closes with."""
-    found = {tokenizer.eos_token_id}
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    found |= set(eos) if isinstance(eos, list | tuple) else {eos}
-    if tokenizer.chat_template is not None:
-        mark = "stopidprobe"
-        with contextlib.suppress(Exception):  # a template may insist on other roles: the other two sources remain
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], tokenize=False)
-            after = tokenizer.encode(text.rpartition(mark)[2].lstrip(), add_special_tokens=False)
-            if mark in text and after and after[0] in tokenizer.added_tokens_decoder:
-                found.add(after[0])
-    return sorted(found - {None})
 
 
 @dataclasses.dataclass(frozen=True)

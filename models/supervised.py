@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt, Rollout, UserError, rng_of
 from engine.rollout import extend, takes_turn
+from models.chat import closing_id
 from models.loading import best_device, load_pretrained, load_tokenizer, package_file, pick_dtype
 
 IGNORED = -100  # label of a token that no loss is taken on, as in `cross_entropy`
@@ -206,20 +207,6 @@ def copied(row: Rollout, mask: list[int]) -> Rollout:
         version=list(row.version),
         turns=list(row.turns),
     )
-
-
-def closing_id(policy) -> int:
-    """The id that ends an assistant's turn: what the chat template writes there, where it is a stop id, else the first
-    stop id."""
-    if policy.tokenizer.chat_template is not None:
-        mark = "closingidmark"
-        said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
-        text = policy.render(said, Prompt(said), False)
-        suffix = text.rpartition(mark)[2]
-        after = policy.tokenizer.encode(suffix, add_special_tokens=False)
-        if mark in text and after and after[0] in policy.stop_ids:
-            return after[0]
-    return policy.stop_ids[0]
 
 
 # ---- the model of a command

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors
@@ -20,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from data import UserError
 from harness.files import cache_home, written_aside
+from models.adapters import AllWeights, merged_weights
 
 FILE, SCHEMA = "svd_adapter.safetensors", "1"
 
@@ -148,6 +151,38 @@ class SVDModel(nn.Module):
         plain.load_state_dict(self.merged_state(), strict=True)
         plain.generation_config = self.hf.generation_config
         return plain
+
+
+@dataclasses.dataclass(frozen=True)
+class SingularValues(AllWeights):
+    """The differences of singular values of models/svd.py."""
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+    def load(self, folder: Path) -> None:
+        self.model.load(folder)
+
+    def save_merged(self, folder: Path, checkpoint: Path | None = None, dtype: torch.dtype | None = None) -> None:
+        self.merged(checkpoint).to(dtype or self.hf.dtype).save_pretrained(folder)
+
+    def merged(self, checkpoint: Path | None) -> nn.Module:
+        return self.model.merged()
+
+    @contextlib.contextmanager
+    def merged_in(self) -> Iterator[None]:
+        layers = [layer for layer in self.model.modules() if isinstance(layer, SVDLinear)]
+        if any(layer.disable_adapters or layer.weight.dtype != torch.float32 for layer in layers):
+            yield
+            return
+        with merged_weights(layers):
+            yield
+
+    def saved_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def beside(self, model: nn.Module) -> AllWeights:
+        return SingularValues(model, model.get_base_model(), self.args)
 
 
 def read_header(path: Path) -> dict:

@@ -18,8 +18,7 @@ import train_grpo
 from data import Prompt, UserError
 from engine import attention
 from engine.logps import TrainRow, token_logps
-from models.adapters import SingularValues
-from models.svd import SVDModel, decompositions
+from models.svd import SingularValues, SVDModel, decompositions
 from tasks.code import hack_directions as H
 from tests.conftest import WordTask, hand_rollout, make_args, make_policy, random_model, word_tokenizer
 

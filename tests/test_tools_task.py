@@ -16,6 +16,7 @@ import engine.rollout
 import harness.flags
 import train_grpo
 from data import Group, Prompt, Rollout, UserError
+from models.chat import reply_ids
 from models.tiny import tiny_tokenizer
 from tasks.tools.calculator import evaluate, extract_expressions, show
 from tasks.tools.questions import read_sample, synthetic
@@ -513,6 +514,7 @@ def test_a_reply_that_repeats_the_policy_opens_no_turn(word):
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
 
     policy = types.SimpleNamespace(args=None, tokenizer=tokenizer, context=10_000, task=BARE, render=render)
+    policy.reply_ids = lambda row, reply: reply_ids(policy, row, reply)
     row = dataclasses.replace(talk(call), ids=[1, tokenizer.eos_token_id])
     assert engine.rollout.takes_turn(policy, row, True)
     shown = row.ids[2:]

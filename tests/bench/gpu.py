@@ -24,7 +24,7 @@ import transformers
 from conftest import word_tokenizer
 
 import harness.flags
-import models.adapters
+import models.lora
 import models.optimizer
 import models.policy
 import train_grpo
@@ -49,7 +49,7 @@ def make_policy(hidden: int, layers: int, heads: int, vocab: int, dtype, device,
     common = ["--overlong", "keep", "--lora-alpha", "16", "--beta", "0.04"]
     args = harness.flags.resolve_args(train_grpo.Args, [*common, *flags])[0]
     hf = transformers.AutoModelForCausalLM.from_config(config).to(device=device, dtype=dtype).eval()
-    model = models.adapters.add_lora(hf, args, "random", None)
+    model = models.lora.add_lora(hf, args, "random", None)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)

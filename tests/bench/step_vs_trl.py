@@ -51,7 +51,7 @@ def our_policy(a, w):
     from data import Task
     from engine.choice import choose_engine
     from harness.flags import resolve_args
-    from models.adapters import add_lora
+    from models.lora import add_lora
     from models.optimizer import Optimizer
     from models.policy import Policy
 
