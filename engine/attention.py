@@ -67,18 +67,22 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, distance: Tensor, scaling:
     keeps the additive mask under `key`, so that it is made once for all layers.
     """
     b, heads, m, d = q.shape
-    fold = heads // k.shape[1]
+    key_heads = k.shape[1]
+    fold = heads // key_heads
     if key not in masks:
         seen = distance >= 0
         if window:
             seen &= distance < window
-        mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+        mask = torch.zeros_like(seen, dtype=q.dtype)
+        mask.masked_fill_(~seen, -torch.inf)
         if m > 1:
             mask = mask.repeat(1, fold, 1)
         masks[key] = mask[:, None]
-    q = q.reshape(b, k.shape[1], fold * m, d)
+    q = q.reshape(b, key_heads, fold * m, d)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[key], scale=scaling)
-    return out.reshape(b, heads, m, v.shape[-1]).transpose(1, 2)
+    size = out.shape[-1]
+    out = out.reshape(b, heads, m, size)
+    return out.transpose(1, 2)
 
 
 # ------------------------------------------------------------------------------------------------ the KV cache
@@ -86,7 +90,8 @@ class Cache:
     """Keys and values of many rows, (B, K, S, d) a layer, and how many tokens of each row they hold."""
 
     def __init__(self, rows: int, capacity: int, device):
-        self.capacity, self.device = capacity, device
+        self.capacity = capacity
+        self.device = device
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.length = torch.zeros(rows, dtype=torch.long, device=device)
         self.longest = 0
@@ -97,21 +102,28 @@ class Cache:
         counts = torch.tensor([len(ids) for ids in new])
         ends = counts.cumsum(0)
         starts = ends - counts
-        row = torch.repeat_interleave(torch.arange(len(new)), counts)
-        place = torch.arange(len(row)) - starts[row]
+        rows = torch.arange(len(new))
+        row = torch.repeat_interleave(rows, counts)
+        place = torch.arange(len(row))
+        place -= starts[row]
         row = row.to(self.device)
         place = place.to(self.device)
         counts = counts.to(self.device)
-        position = self.length[row] + place
+        before = self.length
+        self.length = before + counts
+        self.longest = int(self.length.max())
+        position = before[row] + place
         most = int(counts.max())
-        self.longest = int((self.length + counts).max())
-        asking = self.length[:, None] + torch.arange(most, device=self.device)  # (B, m), padded queries too
+        offsets = torch.arange(most, device=self.device)
+        queries = before[:, None] + offsets  # (B, m), padded ones too
         keys = torch.arange(self.longest, device=self.device)
-        distance = asking[:, :, None] - keys
-        self.length = self.length + counts
+        distance = queries[:, :, None] - keys
         step = CacheStep(self, row, place, most, position, distance, self.longest)
-        flat = [token for ids in new for token in ids]
-        hidden = layout_forward(hf, torch.tensor(flat, device=self.device), position, step)
+        flat: list[int] = []
+        for ids in new:
+            flat += ids
+        tokens = torch.tensor(flat, device=self.device)
+        hidden = layout_forward(hf, tokens, position, step)
         last = ends.to(self.device) - 1
         return hidden[last]
 
@@ -132,15 +144,19 @@ class Cache:
         """`step` in operations on the device alone, at shapes that depend on `seen` only."""
         row = torch.arange(len(token), device=self.device)
         position = self.length.clamp(max=self.capacity - 1)  # beyond is only a row that ended
-        distance = position[:, None, None] - torch.arange(seen, device=self.device)
+        keys = torch.arange(seen, device=self.device)
+        distance = position[:, None, None] - keys
         step = CacheStep(self, row, None, 1, position, distance, seen)
         self.length += 1
         hidden = layout_forward(hf, token, position, step)
-        return hf.get_output_embeddings()(hidden)
+        head = hf.get_output_embeddings()
+        return head(hidden)
 
     def capture(self, hf, token: Tensor, seen: int) -> tuple:
         """The graph of `one_each` at this `seen`, with the tensors that it reads and writes."""
-        fed, before, stream = token.clone(), self.length.clone(), torch.cuda.Stream()
+        fed = token.clone()
+        before = self.length.clone()
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels and workspaces are chosen before the capture
             for _ in range(2):
@@ -156,18 +172,32 @@ class Cache:
         """Let all rows but these go; the last of them fill the gaps, so little is copied. Returns the new order."""
         n = len(alive)
         staying = set(alive)
-        fillers = iter([i for i in alive if i >= n])
-        order = [i if i in staying else next(fillers) for i in range(n)]
-        gaps = [i for i in range(n) if order[i] != i]
-        moved = [order[i] for i in gaps]
-        for layer, pair in self.layers.items():
-            for x in pair:
-                x[gaps, :, : self.longest] = x[moved, :, : self.longest]
-            keys, values = pair
+        gaps = [i for i in range(n) if i not in staying]
+        moved = [i for i in alive if i >= n]
+        order = list(range(n))
+        for gap, filler in zip(gaps, moved, strict=True):
+            order[gap] = filler
+        for layer, (keys, values) in self.layers.items():
+            keys[gaps, :, : self.longest] = keys[moved, :, : self.longest]
+            values[gaps, :, : self.longest] = values[moved, :, : self.longest]
             self.layers[layer] = keys[:n], values[:n]
-        self.length, self.graphs = self.length[order], {}
-        self.longest = min(int(self.length.max()), self.capacity)
+        self.length = self.length[order]
+        self.graphs = {}
+        self.longest = self.longest_row()
         return order
+
+    def longest_row(self) -> int:
+        """How many tokens the longest row holds; a row that ended may count past the capacity."""
+        longest = int(self.length.max())
+        return min(longest, self.capacity)
+
+    def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Room for all rows of a layer, of the heads and sizes of some keys (K, …, d) and values (K, …, d)."""
+        rows = len(self.length)
+        self.layers[layer] = (
+            keys.new_zeros(rows, len(keys), self.capacity, keys.shape[-1]),
+            values.new_zeros(rows, len(values), self.capacity, values.shape[-1]),
+        )
 
     def copy_rows(self, to: Tensor, cache: Cache, of: Tensor) -> None:
         """Make the rows `to` (b,) what the rows `of` (b,) of another cache are."""
@@ -175,11 +205,7 @@ class Cache:
         self.length[to] = cache.length[of]
         for layer, (keys, values) in cache.layers.items():
             if layer not in self.layers:
-                rows = len(self.length)
-                self.layers[layer] = (
-                    keys.new_zeros(rows, keys.shape[1], self.capacity, keys.shape[3]),
-                    values.new_zeros(rows, values.shape[1], self.capacity, values.shape[3]),
-                )
+                self.allocate(layer, keys[0], values[0])
             own_keys, own_values = self.layers[layer]
             own_keys[to, :, :seen] = keys[of, :, :seen]
             own_values[to, :, :seen] = values[of, :, :seen]
@@ -187,11 +213,7 @@ class Cache:
     def write(self, layer: int, row: Tensor, position: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put the keys and values (K, N, d) of N tokens into a layer; returns all of it, (B, K, capacity, d) each."""
         if layer not in self.layers:
-            rows = len(self.length)
-            self.layers[layer] = (
-                k.new_zeros(rows, len(k), self.capacity, k.shape[-1]),
-                v.new_zeros(rows, len(v), self.capacity, v.shape[-1]),
-            )
+            self.allocate(layer, k, v)
         keys, values = self.layers[layer]
         keys[row, :, position] = k.transpose(0, 1)
         values[row, :, position] = v.transpose(0, 1)
@@ -216,17 +238,22 @@ class CacheStep:
         keys, values = self.cache.write(layer, self.row, self.position, k, v)
         keys = keys[:, :, : self.seen]
         values = values[:, :, : self.seen]
+        queries = self.by_row(q)
+        out = masked_attention(queries, keys, values, self.distance, scaling, window, self.masks, window)
+        if self.place is None:
+            return out[:, 0]
+        return out[self.row, self.place]
+
+    def by_row(self, q: Tensor) -> Tensor:
+        """q (H, N, d) of the new tokens -> (B, H, m, d), padded where rows have fewer."""
         by_token = q.transpose(0, 1)  # (N, H, d)
         if self.place is None:
-            queries = by_token[:, :, None]
-            out = masked_attention(queries, keys, values, self.distance, scaling, window, self.masks, window)
-            return out[:, 0]
+            return by_token[:, :, None]
         heads, _, size = q.shape
-        padded = q.new_zeros(len(keys), self.most, heads, size)
+        rows = len(self.distance)
+        padded = q.new_zeros(rows, self.most, heads, size)
         padded[self.row, self.place] = by_token
-        queries = padded.transpose(1, 2)
-        out = masked_attention(queries, keys, values, self.distance, scaling, window, self.masks, window)
-        return out[self.row, self.place]
+        return padded.transpose(1, 2)
 
 
 def select_rows(sources: list[tuple[Cache, int]], capacity: int) -> Cache:
@@ -243,8 +270,10 @@ def select_rows(sources: list[tuple[Cache, int]], capacity: int) -> Cache:
             if source is cache:
                 to.append(i)
                 of.append(place)
-        out.copy_rows(torch.tensor(to, device=out.device), cache, torch.tensor(of, device=out.device))
-    out.longest = min(int(out.length.max()), capacity)
+        places = torch.tensor(to, device=out.device)
+        copied = torch.tensor(of, device=out.device)
+        out.copy_rows(places, cache, copied)
+    out.longest = out.longest_row()
     return out
 
 
@@ -281,7 +310,8 @@ class PackedLayout:
             length = rollout.prompt_length
             before = len(ids)
             asked = rollout.ids[:length]
-            prompt = spans.setdefault((rollout.prompt, *asked), range(before, before + length))
+            key = (rollout.prompt, *asked)
+            prompt = spans.setdefault(key, range(before, before + length))
             if prompt.start == before:
                 ids += asked
                 position += range(length)
@@ -312,19 +342,28 @@ class PackedLayout:
         rest.sort(key=lambda segment: -len(segment[0]))
         while rest:
             longest, _ = rest[0]
-            some = [(own, prompt) for own, prompt in rest if len(own) >= 0.6 * len(longest)]
+            shortest = 0.6 * len(longest)
+            some = [(own, prompt) for own, prompt in rest if len(own) >= shortest]
             rest = rest[len(some) :]
             queries = padded_places([own for own, _ in some], device)
             keys = padded_places([[*prompt, *own] for own, prompt in some], device)
-            real_keys = keys >= 0
-            key_position = self.position[keys].where(real_keys, UNSEEN)
-            distance = self.position[queries][:, :, None] - key_position[:, None]
+            distance = self.distances(queries, keys)
             block = queries.clamp(min=0), keys.clamp(min=0), distance
             self.blocks.append(block)
             flat = queries.flatten()
-            real = (flat >= 0).nonzero()[:, 0]
-            self.place[flat[real]] = base + real
+            filled = flat >= 0
+            real = filled.nonzero()[:, 0]
+            token = flat[real]
+            self.place[token] = base + real
             base += len(flat)
+
+    def distances(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Distance (b, m, S) from the keys (b, S) to the queries (b, m) of a block, below 0 for keys of the padding."""
+        query_position = self.position[queries]
+        key_position = self.position[keys]
+        real = keys >= 0
+        key_position = key_position.where(real, UNSEEN)
+        return query_position[:, :, None] - key_position[:, None]
 
     def attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
         outs = []
@@ -334,7 +373,8 @@ class PackedLayout:
             value = gathered(v, keys)
             out = masked_attention(asking, key, value, distance, scaling, window, self.masks, (i, window))
             outs.append(out.flatten(0, 1))
-        return torch.cat(outs).index_select(0, self.place)
+        padded = torch.cat(outs)
+        return padded.index_select(0, self.place)
 
     # ---- FlexAttention
     def number_segments(self, device) -> None:
@@ -343,11 +383,13 @@ class PackedLayout:
         own: list[int] = []
         prompt: list[int] = []
         for i, (span, before) in enumerate(self.segments):
-            if not before:
+            if before:
+                number = number_of[before.start]
+            else:
+                number = i
                 number_of[span.start] = i
-            start = before.start if before else span.start
             own += [i] * len(span)
-            prompt += [number_of[start]] * len(span)
+            prompt += [number] * len(span)
         self.own = torch.tensor(own, device=device)
         self.prompt = torch.tensor(prompt, device=device)
 
@@ -356,8 +398,9 @@ class PackedLayout:
         def sees(b, h, i, j):
             distance = self.position[i] - self.position[j]
             near = (distance >= 0) & (distance < farthest)
-            same = self.own[j] == self.own[i]
-            of_prompt = self.own[j] == self.prompt[i]
+            segment = self.own[j]
+            same = segment == self.own[i]
+            of_prompt = segment == self.prompt[i]
             return near & (same | of_prompt)
 
         farthest = window or UNSEEN
@@ -365,9 +408,12 @@ class PackedLayout:
             n = len(self.ids)
             self.masks[window] = flex_attention.create_block_mask(sees, None, None, n, n, device=q.device)
         mask = self.masks[window]
-        kernel = compiled_flex() if q.is_cuda else flex_attention.flex_attention
+        kernel = flex_attention.flex_attention
+        if q.is_cuda:
+            kernel = compiled_flex()
         out = kernel(q[None], k[None], v[None], block_mask=mask, scale=scaling, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        by_head = out[0]
+        return by_head.transpose(0, 1)
 
 
 def padded_places(rows: list, device) -> Tensor:
@@ -378,8 +424,10 @@ def padded_places(rows: list, device) -> Tensor:
 
 def gathered(x: Tensor, index: Tensor) -> Tensor:
     """x (H, N, d) at places (b, m) -> (b, H, m, d)."""
+    heads, _, size = x.shape
     rows = x.index_select(1, index.flatten())
-    return rows.view(x.shape[0], *index.shape, x.shape[-1]).transpose(0, 1)
+    rows = rows.view(heads, *index.shape, size)
+    return rows.transpose(0, 1)
 
 
 @functools.cache

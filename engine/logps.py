@@ -50,11 +50,16 @@ def micro_batches(rows: list[TrainRow], budget: int, packed: bool) -> list[list[
 
 def batch_tokens(rows: list[TrainRow], packed: bool) -> int:
     """What a batch costs: packed, each prompt once and its completions; padded, its rows times the longest of each."""
-    prompts = {row.rollout.prompt: row.rollout.prompt_length for row in rows}
-    written = [len(row.rollout.mask) for row in rows]
+    prompts: dict[Prompt, int] = {}
+    written: list[int] = []
+    for row in rows:
+        prompts[row.rollout.prompt] = row.rollout.prompt_length
+        written.append(len(row.rollout.mask))
+    lengths = prompts.values()
     if packed:
-        return sum(prompts.values()) + sum(written)
-    return len(rows) * (max(prompts.values()) + max(written))
+        return sum(lengths) + sum(written)
+    longest = max(lengths) + max(written)
+    return len(rows) * longest
 
 
 def token_logps(policy, hf, rows: list[TrainRow], temperature: float, entropy: bool = False
@@ -66,17 +71,22 @@ def token_logps(policy, hf, rows: list[TrainRow], temperature: float, entropy: b
     rollouts = [row.rollout for row in rows]
     mask = pad([rollout.mask for rollout in rollouts], 0, torch.bool, policy.device)
     written = [rollout.ids[rollout.prompt_length :] for rollout in rollouts]
-    targets = pad(written, 0, torch.long, policy.device)[mask]
+    targets = pad(written, 0, torch.long, policy.device)
+    targets = targets[mask]
     if policy.engine == "fast":
         layout = PackedLayout(rollouts, policy.device, policy.flex)
         policy.task.on_forward(layout.prompts)
         hidden = layout_forward(hf, layout.ids, layout.position, layout)
-        hidden = hidden.index_select(0, layout.predictors)
+        hidden = hidden.index_select(0, layout.predictors)  # the name goes on, so that the whole row's memory goes
         logp, h = chunked_logps(hf.get_output_embeddings(), hidden, targets, temperature, entropy)
     else:
-        logits = padded_logits(policy, hf, rollouts)[mask]
-        logp, h = chunked_logps(lambda chunk: chunk, logits, targets, temperature, entropy)
-    return scattered(logp, mask), None if h is None else scattered(h, mask)
+        logits = padded_logits(policy, hf, rollouts)
+        logits = logits[mask]
+        logp, h = chunked_logps(torch.nn.Identity(), logits, targets, temperature, entropy)
+    logp = scattered(logp, mask)
+    if h is None:
+        return logp, None
+    return logp, scattered(h, mask)
 
 
 def scattered(values: Tensor, mask: Tensor) -> Tensor:
@@ -100,12 +110,17 @@ def padded_logits(policy, hf, rollouts: list[Rollout]) -> Tensor:
         ids.append([filler] * missing + rollout.ids)
         real.append([0] * missing + [1] * len(rollout.ids))
     attention_mask = pad(real, 0, torch.long, policy.device)
-    keywords = {"input_ids": pad(ids, filler, torch.long, policy.device), "attention_mask": attention_mask}
+    keywords = {
+        "input_ids": pad(ids, filler, torch.long, policy.device),
+        "attention_mask": attention_mask,
+    }
     if policy.takes_positions:
-        keywords["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        position = attention_mask.cumsum(-1) - 1
+        keywords["position_ids"] = position.clamp(min=0)
     policy.task.on_forward([rollout.prompt for rollout in rollouts])
-    out = hf(**keywords, use_cache=False, logits_to_keep=width + 1)
-    return out.logits[:, -width - 1 : -1]
+    predicting = width + 1  # the last position predicts nothing
+    out = hf(**keywords, use_cache=False, logits_to_keep=predicting)
+    return out.logits[:, -predicting:-1]
 
 
 def chunked_logps(head, x: Tensor, targets: Tensor, temperature: float, entropy: bool, chunk: int = 256
@@ -116,21 +131,28 @@ def chunked_logps(head, x: Tensor, targets: Tensor, temperature: float, entropy:
     """
     def logps_of(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         logits = head(x)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits.to(dtype) / temperature
         z = logits.logsumexp(-1)
         chosen = logits.gather(-1, y[:, None])
         logp = chosen[:, 0] - z
         if not entropy:
             return (logp,)
         p = logits.softmax(-1)
-        finite = (logits - z[:, None]).masked_fill(p == 0, 0.0)
-        return logp, -(p * finite).sum(-1)
+        finite = logits - z[:, None]
+        finite = finite.masked_fill(p == 0, 0.0)
+        surprise = p * finite
+        return logp, -surprise.sum(-1)
 
-    parts = []
+    parts: list[tuple[Tensor, ...]] = []
     for some, at in zip(x.split(chunk), targets.split(chunk), strict=True):
-        parts.append(torch.utils.checkpoint.checkpoint(logps_of, some, at, use_reentrant=False))
-    logp, *more = (torch.cat(values) for values in zip(*parts, strict=True))
-    return logp, more[0] if more else None
+        part = torch.utils.checkpoint.checkpoint(logps_of, some, at, use_reentrant=False)
+        parts.append(part)
+    logp = torch.cat([part[0] for part in parts])
+    if not entropy:
+        return logp, None
+    h = torch.cat([part[1] for part in parts])
+    return logp, h
 
 
 def pad(rows: list, fill, dtype, device) -> Tensor:
@@ -138,15 +160,18 @@ def pad(rows: list, fill, dtype, device) -> Tensor:
     width = max(1, *(len(row) for row in rows))
     filled = []
     for row in rows:
-        filled.append(list(row) + [fill] * (width - len(row)))
+        missing = width - len(row)
+        filled.append([*row, *[fill] * missing])
     return torch.tensor(filled, dtype=dtype, device=device)
 
 
 @torch.no_grad()
 def fill_logps(policy, hf, rows: list[TrainRow], field: str, temperature: float, budget: int) -> None:
     """Set `old` or `ref` of every row to the log-probabilities under `hf`, in the update's own batches."""
-    for batch in micro_batches(rows, budget, policy.engine == "fast"):
+    packed = policy.engine == "fast"
+    for batch in micro_batches(rows, budget, packed):
         logp, _ = token_logps(policy, hf, batch, temperature)
         for row, values in zip(batch, logp, strict=True):
             written = len(row.rollout.mask)
-            setattr(row, field, values[:written].clone())
+            values = values[:written]
+            setattr(row, field, values.clone())
