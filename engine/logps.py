@@ -77,7 +77,7 @@ def token_logps(policy, hf, rows: list[TrainRow], temperature: float, entropy: b
         layout = PackedLayout(rollouts, policy.device, policy.flex)
         policy.task.on_forward(layout.prompts)
         hidden = layout_forward(hf, layout.ids, layout.position, layout)
-        hidden = hidden.index_select(0, layout.predictors)  # the name goes on, so that the whole row's memory goes
+        hidden = hidden.index_select(0, layout.predictors)  # the rest of the row is let go
         logp, h = chunked_logps(hf.get_output_embeddings(), hidden, targets, temperature, entropy)
     else:
         logits = padded_logits(policy, hf, rollouts)
