@@ -921,6 +921,10 @@ class State:
     seconds: float = 0.0
     ahead: dict | None = None  # the asynchronous workers' books
 
+    def saved(self) -> dict:
+        """What a checkpoint holds of it; a task's own dictionaries stay as they are."""
+        return vars(self) | {"beta_control": vars(self.beta_control)}
+
     def load(self, saved: dict) -> None:
         """Take over what a checkpoint holds."""
         for field in dataclasses.fields(self):

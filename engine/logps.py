@@ -134,15 +134,15 @@ def chunked_logps(head, x: Tensor, targets: Tensor, temperature: float, entropy:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logits = logits.to(dtype) / temperature
         z = logits.logsumexp(-1)
+        found: tuple[Tensor, ...] = ()
+        if entropy:
+            p = logits.softmax(-1)
+            finite = logits - z[:, None]
+            finite = finite.masked_fill(p == 0, 0.0)
+            surprise = p * finite
+            found = (-surprise.sum(-1),)
         chosen = logits.gather(-1, y[:, None])
-        logp = chosen[:, 0] - z
-        if not entropy:
-            return (logp,)
-        p = logits.softmax(-1)
-        finite = logits - z[:, None]
-        finite = finite.masked_fill(p == 0, 0.0)
-        surprise = p * finite
-        return logp, -surprise.sum(-1)
+        return chosen[:, 0] - z, *found
 
     parts: list[tuple[Tensor, ...]] = []
     for some, at in zip(x.split(chunk), targets.split(chunk), strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -121,7 +120,7 @@ def save_checkpoint(run: Run, policy, optimizer, state, args) -> None:
         policy.task.save(folder)
         policy.save(folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-        (folder / "state.json").write_text(strict_json(dataclasses.asdict(state) | {"made_with": made_with(args)}))
+        (folder / "state.json").write_text(strict_json(state.saved() | {"made_with": made_with(args)}))
 
     run.sync()
     began = time.perf_counter()

@@ -298,7 +298,7 @@ def resolve_args(
             sources[key] = "flag"
     args = cls(**values)
     check_ranges(core, args, sources)
-    args.check(sources)
+    core.check(args, sources)  # not a task's flag of that name
     if first.resume:
         check_resume(args, base, command)
     return args, sources, command

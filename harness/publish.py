@@ -74,16 +74,19 @@ def save_merged(policy, adapter: Path, folder: Path, method: str) -> None:
     """The policy as one model in `folder`: bfloat16, or nf4 on top of that. `adapter` is its newest checkpoint."""
     import transformers
 
-    shutil.rmtree(folder, ignore_errors=True)
-    policy.save_merged(folder, adapter, torch.bfloat16)
+    part = folder.with_name(f".{folder.name}.part")  # an earlier model stays until this one is whole
+    shutil.rmtree(part, ignore_errors=True)
+    policy.save_merged(part, adapter, torch.bfloat16)
     if method == "merged_4bit":
         config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
                                                  bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
         small = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=config, dtype=torch.bfloat16, device_map={"": policy.device})
-        for file in folder.glob("*.safetensors*"):
+            part, quantization_config=config, dtype=torch.bfloat16, device_map={"": policy.device})
+        for file in part.glob("*.safetensors*"):
             file.unlink()
-        small.save_pretrained(folder)
+        small.save_pretrained(part)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
 
 
 def push(run: Path, source: Path, repo: str, step: int, log) -> None:

@@ -11,6 +11,7 @@ methods, so nobody asks which one it is; models/policy.py makes them.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -43,7 +44,7 @@ class AllWeights:
 
     def save_merged(self, folder: Path, checkpoint: Path | None = None, dtype: torch.dtype | None = None) -> None:
         """Write the model without adapter, in `dtype` (None: its own). `checkpoint` is a folder of `save`."""
-        if dtype in (None, self.hf.dtype):
+        if dtype is None:
             self.hf.save_pretrained(folder)
         else:
             self.merged(checkpoint).to(dtype).save_pretrained(folder)
@@ -61,6 +62,13 @@ class AllWeights:
 
     def beside(self, model: nn.Module) -> AllWeights:
         return AllWeights(model, model, self.args)
+
+
+def can_be_merged(model, layers: list) -> bool:
+    """Whether the layers' weights hold the sum with an adapter exactly: float32, and of one layer alone."""
+    owners = collections.Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    weights = [layer.get_base_layer().weight for layer in layers]
+    return all(weight.dtype == torch.float32 and owners[id(weight)] == 1 for weight in weights)
 
 
 @contextlib.contextmanager

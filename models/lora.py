@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import dataclasses
@@ -17,7 +16,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from data import UserError
-from models.adapters import AllWeights, merged_weights
+from models.adapters import AllWeights, can_be_merged, merged_weights
 from models.loading import or_user_error
 
 
@@ -63,7 +62,10 @@ class Lora(AllWeights):
             raise KeyError(*found.unexpected_keys[:3])
 
     def save_merged(self, folder: Path, checkpoint: Path | None = None, dtype: torch.dtype | None = None) -> None:
-        self.merged(checkpoint).to(dtype or self.hf.dtype).save_pretrained(folder)
+        model = self.merged(checkpoint)
+        if dtype is not None:
+            model = model.to(dtype)
+        model.save_pretrained(folder)
 
     def merged(self, checkpoint: Path | None) -> nn.Module:
         """A LoRA on a 4-bit base is merged into the base's own 16-bit weights, not into the rounded ones; it is read
@@ -81,13 +83,10 @@ class Lora(AllWeights):
         a weight is shared, and where an adapter is more than its product (DoRA, a bias)."""
         layers = [layer for layer in self.model.modules() if hasattr(layer, "lora_A") and "default" in layer.lora_A]
         layers = [layer for layer in layers if not layer.disable_adapters]
-        owners = collections.Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
-        for layer in layers:
-            weight = layer.get_base_layer().weight
-            more = layer.lora_variant.get("default") or layer.lora_bias.get("default")
-            if weight.dtype != torch.float32 or owners[id(weight)] > 1 or more:
-                yield
-                return
+        plain = not any(layer.lora_variant.get("default") or layer.lora_bias.get("default") for layer in layers)
+        if not (plain and can_be_merged(self.model, layers)):
+            yield
+            return
         with merged_weights(layers):
             yield
 

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from data import UserError
 from harness.files import cache_home, written_aside
-from models.adapters import AllWeights, merged_weights
+from models.adapters import AllWeights, can_be_merged, merged_weights
 
 FILE, SCHEMA = "svd_adapter.safetensors", "1"
 
@@ -164,7 +164,10 @@ class SingularValues(AllWeights):
         self.model.load(folder)
 
     def save_merged(self, folder: Path, checkpoint: Path | None = None, dtype: torch.dtype | None = None) -> None:
-        self.merged(checkpoint).to(dtype or self.hf.dtype).save_pretrained(folder)
+        model = self.merged(checkpoint)
+        if dtype is not None:
+            model = model.to(dtype)
+        model.save_pretrained(folder)
 
     def merged(self, checkpoint: Path | None) -> nn.Module:
         return self.model.merged()
@@ -172,7 +175,7 @@ class SingularValues(AllWeights):
     @contextlib.contextmanager
     def merged_in(self) -> Iterator[None]:
         layers = [layer for layer in self.model.modules() if isinstance(layer, SVDLinear)]
-        if any(layer.disable_adapters or layer.weight.dtype != torch.float32 for layer in layers):
+        if any(layer.disable_adapters for layer in layers) or not can_be_merged(self.model, layers):
             yield
             return
         with merged_weights(layers):

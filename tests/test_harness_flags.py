@@ -412,3 +412,14 @@ def test_math_presets_and_their_tiny_selves_resolve(preset):
     tiny, *_ = harness.flags.resolve_args(train_grpo.Args, ["--preset", preset, "smoke"])
     assert real.prm_4bit and "PRM" in real.prm and real.math_data
     assert (tiny.model, tiny.prm, tiny.prm_4bit, tiny.math_data) == ("tiny", "tiny", False, "")
+
+
+def test_a_tasks_flag_named_check_is_a_flag_like_others(tmp_path):
+    (tmp_path / "own.py").write_text("import dataclasses\nfrom data import Task\n\n\nclass Own(Task):\n"
+                                     "    @dataclasses.dataclass(frozen=True)\n    class Options:\n"
+                                     "        check: bool = True  # whether to\n")
+    task = ["--task", f"{tmp_path / 'own.py'}:Own"]
+    args, *_ = resolve_args(train_grpo.Args, [*task, "--no-check"])
+    assert args.check is False
+    with pytest.raises(UserError, match="dual-clip"):
+        resolve_args(train_grpo.Args, [*task, "--dual-clip", "0.5"])

@@ -1,5 +1,6 @@
 """The run folder, stopping and resuming: what a user finds on disk after, during and instead of a whole run."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 
 import harness.checkpoints
 import harness.console
+import harness.files
 import harness.flags
 import harness.folder
 import models.optimizer
@@ -882,3 +884,12 @@ def test_gradients_that_are_never_finite_end_the_run_with_a_usable_checkpoint(wo
     assert [row["step"] for row in read_csv(tmp_path / "a")] == ["1", "2", "3", "4", "5"]
 
 
+def test_a_checkpoint_takes_any_dictionary_of_a_task(tmp_path):
+    state = train_grpo.State(train_grpo.BetaControl(0.1), {"seen": collections.Counter(a=2),
+                                                           "runs": collections.defaultdict(list, b=[1])}, 64)
+    saved = json.loads(harness.files.strict_json(state.saved()))
+    assert saved["task"] == {"seen": {"a": 2}, "runs": {"b": [1]}}
+    assert saved["beta_control"] == {"beta": 0.1, "average": None, "updates": 0}
+    other = train_grpo.State(train_grpo.BetaControl(0.5), {}, 1)
+    other.load(saved | {"made_with": {}})
+    assert other.beta_control == state.beta_control and other.micro_tokens == 64

@@ -152,3 +152,17 @@ def test_a_run_without_a_network_ends_well_and_says_that_the_push_failed(words, 
     ended = command(*words.flags, "--out", tmp_path, "--name", "a", "--hub-checkpoint-repo", "me/x")
     assert ended.code == 0 and "the push to me/x failed" in ended.out
     assert "error" in json.loads((tmp_path / "a" / "hub.jsonl").read_text().splitlines()[0])
+
+
+def test_a_merge_that_fails_leaves_the_earlier_model(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    policy = make_policy("--save-method", "merged_16bit")
+
+    def fail(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(policy, "save_merged", fail)
+    said = []
+    publish.publish(policy, tmp_path, tmp_path / "step_1", 1, True, said.append)
+    assert "no room" in said[0] and (tmp_path / "model" / "config.json").read_text() == "{}"

@@ -425,3 +425,17 @@ def test_an_arm_without_the_adapter_is_an_error():
     args = make_args("--task", "code", "--problems", "formulas", "--arm", "projected")
     with pytest.raises(UserError, match="--adapter svd"):
         H.Study(args, lambda: PAIRS).prepare(make_policy())
+
+
+def test_a_weight_that_two_layers_share_is_not_merged_twice():
+    hf = random_model()
+    first, second = hf.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    model = SVDModel(hf, "random", log=lambda text: None)
+    stir(model)
+    args = make_args("--adapter", "svd")
+    policy = models.policy.Policy(args, WordTask(args), model.eval(), hf, word_tokenizer(), hf.device, "off")
+    with torch.no_grad():
+        live = logits(hf)
+        with policy.adapter.merged_in():
+            assert distance(logits(hf), live) < 1e-5
