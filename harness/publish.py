@@ -70,21 +70,13 @@ class Reporter:
             self.log(f"reporting could not be closed: {type(error).__name__}: {str(error)[:200]}")
 
 
-def save_merged(policy, adapter: Path, folder: Path, method: str) -> None:
+def write_model(policy, adapter: Path, folder: Path, method: str) -> None:
     """The policy as one model in `folder`: bfloat16, or nf4 on top of that. `adapter` is its newest checkpoint."""
-    import transformers
-
     part = folder.with_name(f".{folder.name}.part")  # an earlier model stays until this one is whole
     shutil.rmtree(part, ignore_errors=True)
     policy.save_merged(part, adapter, torch.bfloat16)
     if method == "merged_4bit":
-        config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-                                                 bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
-        small = transformers.AutoModelForCausalLM.from_pretrained(
-            part, quantization_config=config, dtype=torch.bfloat16, device_map={"": policy.device})
-        for file in part.glob("*.safetensors*"):
-            file.unlink()
-        small.save_pretrained(part)
+        policy.quantise(part)
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
 
@@ -124,7 +116,7 @@ def publish(policy, run: Path, checkpoint: Path, step: int, last: bool, log) -> 
     model = checkpoint
     if args.save_method.startswith("merged_"):
         try:
-            save_merged(policy, checkpoint, run / "model", args.save_method)
+            write_model(policy, checkpoint, run / "model", args.save_method)
             model = run / "model"
             log(f"the merged model ({args.save_method}) is in {model}")
         except Exception as error:  # memory, disk: the checkpoint is there and can be merged by hand

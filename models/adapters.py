@@ -64,6 +64,39 @@ class AllWeights:
         return AllWeights(model, model, self.args)
 
 
+@dataclasses.dataclass(frozen=True)
+class BesideWeights(AllWeights):
+    """An adapter beside the frozen weights of `hf`. Its kind says how it is saved, loaded and merged into a copy, and
+    which layers a rollout may merge."""
+
+    def save_merged(self, folder: Path, checkpoint: Path | None = None, dtype: torch.dtype | None = None) -> None:
+        model = self.merged(checkpoint)
+        if dtype is not None:
+            model = model.to(dtype)
+        model.save_pretrained(folder)
+
+    def layers_to_merge(self) -> list:
+        """The layers whose adapter is a product on top of their weight; none where one of them has more than that."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def merged_in(self) -> Iterator[None]:
+        """A bfloat16 or 4-bit base cannot hold the sum exactly, so there the adapter stays beside it; so it does where
+        a weight is shared, and where an adapter is more than its product."""
+        layers = self.layers_to_merge()
+        if not can_be_merged(self.model, layers):
+            yield
+            return
+        with merged_weights(layers):
+            yield
+
+    def saved_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def beside(self, model: nn.Module) -> AllWeights:
+        return type(self)(model, model.get_base_model(), self.args)
+
+
 def can_be_merged(model, layers: list) -> bool:
     """Whether the layers' weights hold the sum with an adapter exactly: float32, and of one layer alone."""
     owners = collections.Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))

@@ -6,7 +6,6 @@ them read token ids in one forward and train nothing of the policy.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -15,8 +14,8 @@ import transformers
 from torch import Tensor, nn
 
 from data import UserError
+from engine.logps import pad
 
-NO_LIMIT = 10**9  # context of a model that names none
 Result = TypeVar("Result")
 
 
@@ -40,26 +39,6 @@ def load_judge(name: str, path: str, from_pretrained: Callable[..., nn.Module], 
     if not quantized:
         model = model.to(device)
     return model.eval().requires_grad_(False), tokenizer
-
-
-def four_bit(device: torch.device, dtype: torch.dtype, refusal: str, unquantized: Sequence[str] | None = None
-             ) -> dict[str, Any]:
-    """Keywords of `from_pretrained` for nf4 weights with double quantisation (QLoRA, arXiv 2305.14314).
-
-    `unquantized` names modules that keep `dtype` (heads); None leaves that to transformers. UserError with the text
-    `refusal` without a CUDA device or bitsandbytes.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(refusal)
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=None if unquantized is None else list(unquantized))
-    return {"quantization_config": config, "device_map": {"": device}}
-
-
-def context_of(model: nn.Module) -> int:
-    """Context length of a model in tokens; `NO_LIMIT` where its configuration names none."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
 
 
 # ---- batches
@@ -112,7 +91,6 @@ def pad_right(rows: Sequence[Sequence[int]], filler: int, device: torch.device |
               ) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask, both (b, n) int64, of b rows of ids. A causal model never sees what is filled on
     the right, so a batch gives what one row at a time gives."""
-    width = max(map(len, rows))
-    ids = [[*row, *[filler] * (width - len(row))] for row in rows]
-    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    ids = pad(rows, filler, torch.long, device)
+    mask = pad([[1] * len(row) for row in rows], 0, torch.long, device)
+    return ids, mask

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from data import UserError, nearest
+
+NO_LIMIT = 10**9  # context of a model that names none
 
 
 def package_file(model: str) -> str:
@@ -29,11 +33,8 @@ def load_pretrained(path: str, args, device, dtype, **extra):
     """A causal LM from a folder, a hub id or a GGUF file, on the CPU's or the GPU's memory, ready to be wrapped."""
     keywords: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code, **extra}
     if args.load_4bit:
-        if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError("--load-4bit needs a CUDA device and the bitsandbytes package (pip install bitsandbytes)")
-        keywords["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
-        keywords["device_map"] = {"": device}
+        refusal = "--load-4bit needs a CUDA device and the bitsandbytes package (pip install bitsandbytes)"
+        keywords |= four_bit(device, dtype, refusal)
     folder, keywords = gguf_parts(path, keywords)
     model = or_user_error(path, lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, **keywords))
     if "gguf_file" in keywords:  # the weights are plain tensors now, but the mark of the file would refuse a save
@@ -41,6 +42,26 @@ def load_pretrained(path: str, args, device, dtype, **extra):
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     return model if args.load_4bit else model.to(device)
+
+
+def four_bit(device: torch.device, dtype: torch.dtype, refusal: str, unquantized: Sequence[str] | None = None
+             ) -> dict[str, Any]:
+    """Keywords of `from_pretrained` for nf4 weights with double quantisation (QLoRA, arXiv 2305.14314).
+
+    `unquantized` names modules that keep `dtype` (heads); None leaves that to transformers. UserError with the text
+    `refusal` without a CUDA device or bitsandbytes.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(refusal)
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=None if unquantized is None else list(unquantized))
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def context_of(model: nn.Module) -> int:
+    """Context length of a model in tokens; `NO_LIMIT` where its configuration names none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
 
 
 def gguf_parts(path: str, keywords: dict) -> tuple[str, dict]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import peft
@@ -16,7 +14,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from data import UserError
-from models.adapters import AllWeights, can_be_merged, merged_weights
+from models.adapters import BesideWeights
 from models.loading import or_user_error
 
 
@@ -47,7 +45,7 @@ def in_one_order(model):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora(AllWeights):
+class Lora(BesideWeights):
     """PEFT's LoRA `default` on `hf`; one named `reference` may stand beside it, frozen."""
 
     servers_load_it = True
@@ -61,12 +59,6 @@ class Lora(AllWeights):
         if found.unexpected_keys:
             raise KeyError(*found.unexpected_keys[:3])
 
-    def save_merged(self, folder: Path, checkpoint: Path | None = None, dtype: torch.dtype | None = None) -> None:
-        model = self.merged(checkpoint)
-        if dtype is not None:
-            model = model.to(dtype)
-        model.save_pretrained(folder)
-
     def merged(self, checkpoint: Path | None) -> nn.Module:
         """A LoRA on a 4-bit base is merged into the base's own 16-bit weights, not into the rounded ones; it is read
         from `checkpoint`."""
@@ -77,24 +69,13 @@ class Lora(AllWeights):
             trust_remote_code=self.args.trust_remote_code)
         return peft.PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
 
-    @contextlib.contextmanager
-    def merged_in(self) -> Iterator[None]:
-        """A bfloat16 or 4-bit base cannot hold the sum exactly, so there the adapter stays beside it; so it does where
-        a weight is shared, and where an adapter is more than its product (DoRA, a bias)."""
+    def layers_to_merge(self) -> list:
         layers = [layer for layer in self.model.modules() if hasattr(layer, "lora_A") and "default" in layer.lora_A]
         layers = [layer for layer in layers if not layer.disable_adapters]
-        plain = not any(layer.lora_variant.get("default") or layer.lora_bias.get("default") for layer in layers)
-        if not (plain and can_be_merged(self.model, layers)):
-            yield
-            return
-        with merged_weights(layers):
-            yield
-
-    def saved_parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def beside(self, model: nn.Module) -> AllWeights:
-        return type(self)(model, model.get_base_model(), self.args)
+        for layer in layers:
+            if layer.lora_variant.get("default") or layer.lora_bias.get("default"):  # DoRA, a bias
+                return []
+        return layers
 
 
 # ---- the layer's forward

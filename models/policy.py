@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 import torch
+import transformers
 
 from data import Prompt, Rollout, Task, UserError, nearest, seed_of
 from engine.choice import choose_engine
@@ -19,8 +20,16 @@ from engine.rollout import rollout
 from harness.checkpoints import best_checkpoint
 from models.adapters import AllWeights
 from models.chat import reply_ids, stop_ids
-from models.loading import load_pretrained, load_tokenizer, package_file, pick_attention, pick_device, pick_dtype
-from models.lora import Lora, add_lora
+from models.loading import (
+    context_of,
+    four_bit,
+    load_pretrained,
+    load_tokenizer,
+    package_file,
+    pick_attention,
+    pick_device,
+    pick_dtype,
+)
 from models.svd import SingularValues, SVDModel, saved_base
 from models.tiny import tiny_model
 
@@ -82,7 +91,7 @@ class Policy:
     def __post_init__(self):
         self.stop_ids, self.rollout_tokens = stop_ids(self.hf, self.tokenizer), self.args.rollout_tokens
         config = self.hf.config.get_text_config()
-        longest = getattr(config, "max_position_embeddings", None) or 10**9
+        longest = context_of(self.hf)
         self.context = self.args.context or longest
         if self.context > longest and not hasattr(config, "rope_parameters"):
             raise UserError(f"--context {self.context}: this model has learned positions for {longest} tokens only")
@@ -128,6 +137,15 @@ class Policy:
         self.adapter.save_merged(folder, checkpoint, dtype)
         self.tokenizer.save_pretrained(folder)
 
+    def quantise(self, folder: Path) -> None:
+        """Turn the bfloat16 model in a folder into an nf4 one."""
+        refusal = "--save-method merged_4bit needs a CUDA device and the bitsandbytes package"
+        keywords = four_bit(self.device, torch.bfloat16, refusal)
+        small = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **keywords)
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        small.save_pretrained(folder)
+
     def fits(self, prompt: Prompt) -> bool:
         """Whether a prompt leaves room for a completion."""
         limit = self.context - self.args.max_new
@@ -172,6 +190,8 @@ def adapter_of(model, hf, args) -> AllWeights:
         return AllWeights(model, hf, args)
     if isinstance(model, SVDModel):
         return SingularValues(model, hf, args)
+    from models.lora import Lora  # with PEFT, whose import takes seconds
+
     return Lora(model, hf, args)
 
 
@@ -186,6 +206,8 @@ def make_adapter(kind: str, hf, args, base: str, start: str | None, log) -> tupl
         if start:
             model.load(start)
         return model, hf, "off"
+    if kind == "lora" or start:
+        from models.lora import add_lora  # with PEFT, whose import takes seconds
     if kind == "lora":
         model = add_lora(hf, args, base, start)
         return model, model.get_base_model(), "adapter" if start else "off"

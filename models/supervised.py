@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt, Rollout, UserError, rng_of
+from engine.logps import pad
 from engine.rollout import extend, takes_turn
 from models.chat import closing_id
 from models.loading import best_device, load_pretrained, load_tokenizer, package_file, pick_dtype
@@ -109,7 +109,7 @@ def fit(model, recipe: dict, lengths: list[int], loss_of: Callable[[Batch], torc
             log(f"{step}/{steps}, loss {loss:.3f}")
 
 
-def supervised_steps(model, examples: list[Example], own, pad: int, log, feed=None) -> Iterator[float]:
+def supervised_steps(model, examples: list[Example], own, filler: int, log, feed=None) -> Iterator[float]:
     """Cross-entropy on the answers' tokens (labels not -100), a mean over the tokens of each step. Yields the loss.
 
     `examples` are (ids, labels); `own` has steps, batch, micro_batch, lr and seed; `feed` is told the indices of the
@@ -118,18 +118,13 @@ def supervised_steps(model, examples: list[Example], own, pad: int, log, feed=No
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=own.lr, weight_decay=0.0)
 
-    def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
-        """(b, n): right padding, which causal attention never sees."""
-        tensors = [torch.tensor(row) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=filler).to(model.device)
-
     def backward(batch: Batch) -> float:
         spoken = sum(label != IGNORED for i in batch for label in examples[i][1])
         total = 0.0
         for start in range(0, len(batch), own.micro_batch):
             some = batch[start : start + own.micro_batch]
-            ids = padded([examples[i][0] for i in some], pad)
-            labels = padded([examples[i][1] for i in some], IGNORED)
+            ids = pad([examples[i][0] for i in some], filler, torch.long, model.device)  # causal: never seen
+            labels = pad([examples[i][1] for i in some], IGNORED, torch.long, model.device)
             if feed:
                 feed(some)
             logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1).float()

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors
@@ -22,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from data import UserError
 from harness.files import cache_home, written_aside
-from models.adapters import AllWeights, can_be_merged, merged_weights
+from models.adapters import BesideWeights
 
 FILE, SCHEMA = "svd_adapter.safetensors", "1"
 
@@ -154,7 +153,7 @@ class SVDModel(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class SingularValues(AllWeights):
+class SingularValues(BesideWeights):
     """The differences of singular values of models/svd.py."""
 
     def save(self, folder: Path) -> None:
@@ -163,29 +162,12 @@ class SingularValues(AllWeights):
     def load(self, folder: Path) -> None:
         self.model.load(folder)
 
-    def save_merged(self, folder: Path, checkpoint: Path | None = None, dtype: torch.dtype | None = None) -> None:
-        model = self.merged(checkpoint)
-        if dtype is not None:
-            model = model.to(dtype)
-        model.save_pretrained(folder)
-
     def merged(self, checkpoint: Path | None) -> nn.Module:
         return self.model.merged()
 
-    @contextlib.contextmanager
-    def merged_in(self) -> Iterator[None]:
+    def layers_to_merge(self) -> list:
         layers = [layer for layer in self.model.modules() if isinstance(layer, SVDLinear)]
-        if any(layer.disable_adapters for layer in layers) or not can_be_merged(self.model, layers):
-            yield
-            return
-        with merged_weights(layers):
-            yield
-
-    def saved_parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def beside(self, model: nn.Module) -> AllWeights:
-        return SingularValues(model, model.get_base_model(), self.args)
+        return [] if any(layer.disable_adapters for layer in layers) else layers
 
 
 def read_header(path: Path) -> dict:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn.utils.rnn import pad_sequence
 
 from data import Task, UserError, seed_of
+from engine.logps import pad
 from harness.files import cache_home
 from models import supervised
 from models.supervised import fit, supervised_ids
@@ -68,8 +68,8 @@ def warm_start(task: Task, log) -> tuple[Any, Any]:
 
     def loss_of(batch: list[int]) -> torch.Tensor:
         ids, labels = zip(*(examples[i] for i in batch), strict=True)
-        ids = pad_sequence([torch.tensor(x) for x in ids], batch_first=True, padding_value=tokenizer.pad_token_id)
-        labels = pad_sequence([torch.tensor(x) for x in labels], batch_first=True, padding_value=-100)[:, 1:]
+        ids = pad(ids, tokenizer.pad_token_id, torch.long, model.device)
+        labels = pad(labels, -100, torch.long, model.device)[:, 1:]
         hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]  # right padding: causal attention never sees it
         spoken = labels != -100
         return torch.nn.functional.cross_entropy(model.lm_head(hidden[spoken]), labels[spoken])

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import runpy
+import subprocess
 import sys
 import typing
 
@@ -423,3 +424,9 @@ def test_a_tasks_flag_named_check_is_a_flag_like_others(tmp_path):
     assert args.check is False
     with pytest.raises(UserError, match="dual-clip"):
         resolve_args(train_grpo.Args, [*task, "--dual-clip", "0.5"])
+
+
+def test_the_command_starts_without_peft():
+    code = "import sys, train_grpo; print('peft' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

@@ -99,7 +99,7 @@ def test_a_merged_model_is_one_model_that_says_what_the_adapter_said(words, comm
 def test_merging_leaves_the_policy_as_it_was(tmp_path):
     policy = make_policy()
     before = {name: p.clone() for name, p in policy.model.named_parameters()}
-    publish.save_merged(policy, tmp_path, tmp_path / "model", "merged_16bit")
+    publish.write_model(policy, tmp_path, tmp_path / "model", "merged_16bit")
     assert all(torch.equal(p, before[name]) and p.dtype == torch.float32 for name, p in policy.model.named_parameters())
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from data import UserError
 from models import judging
-from models.judging import NO_LIMIT, TokenBudget, context_of, four_bit, load_judge, pad_right
+from models.judging import TokenBudget, load_judge, pad_right
+from models.loading import NO_LIMIT, context_of, four_bit
 
 CPU = torch.device("cpu")
 causal = transformers.AutoModelForCausalLM.from_pretrained

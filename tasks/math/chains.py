@@ -22,7 +22,8 @@ import torch
 import transformers
 
 from harness.files import written_aside
-from models.judging import context_of, load_judge
+from models.judging import load_judge
+from models.loading import context_of
 from rewards import STEP_LINE
 
 LONGEST = 20_000  # characters that are read

@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor, nn
 
 from data import UserError, seed_of
-from models.judging import TokenBudget, context_of, four_bit, load_judge, pad_right
+from models.judging import TokenBudget, load_judge, pad_right
+from models.loading import context_of, four_bit
 from models.supervised import fit
 from models.tiny import WARM, cached, tiny_model
 from rewards import FINAL_LINE, STEP_LINE, final_answer

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data import UserError
-from models.judging import TokenBudget, context_of, four_bit, load_judge, pad_right
+from models.judging import TokenBudget, load_judge, pad_right
+from models.loading import context_of, four_bit
 
 MOST_TOKENS = 1024  # of an explanation in the template
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")

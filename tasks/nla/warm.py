@@ -21,7 +21,7 @@ import transformers
 
 from data import Prompt, UserError, seed_of
 from harness.flags import command_flags
-from models import supervised, tiny
+from models import judging, supervised, tiny
 from models.loading import best_device, pick_dtype
 from models.supervised import (
     cosine_lr,
@@ -144,7 +144,7 @@ def filler_of(tokenizer) -> int:
 def tiny_folder(use_cache: bool, log: Log) -> Path:
     """Folder of the tiny verbalizer, with its base, reconstructor and activations in it: built once, then cached."""
     files = [__file__]
-    for module in (activations, documents, preparation, injection, reconstructor, supervised, tiny):
+    for module in (activations, documents, preparation, injection, reconstructor, judging, supervised, tiny):
         files.append(module.__file__)
     return cached("tiny-nla", [SMOKE, *sources(files)], lambda folder: build_tiny(folder, log), use_cache)
 

@@ -8,7 +8,8 @@ import transformers
 from torch import Tensor
 
 from data import Rollout, UserError
-from models.judging import TokenBudget, context_of, load_judge, pad_right
+from models.judging import TokenBudget, load_judge, pad_right
+from models.loading import context_of
 
 
 class RewardModel:
