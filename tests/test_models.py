@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import train_grpo
 from data import UserError
 from engine.logps import TrainRow, token_logps
 from models import loading
+from models.loading import NO_LIMIT, context_of, four_bit
 from models.optimizer import Optimizer
 
 IDS = [([5], [3, 4, 1]), ([5], [6] * 5), ([3, 4, 5, 6], [9, 1]), ([3, 4, 5, 6], [3, 3, 9, 4])]
@@ -371,6 +373,32 @@ def test_four_bit_without_cuda_is_one_sentence(base):
         load(base, "--load-4bit")
     with pytest.raises(UserError, match="--adapter lora"):
         make_args("--load-4bit")
+
+
+def test_4bit_weights_are_nf4_with_double_quantisation_on_cuda_and_refused_elsewhere(monkeypatch):
+    with pytest.raises(UserError, match="^needs a CUDA device$"):
+        four_bit(torch.device("cpu"), torch.bfloat16, "needs a CUDA device")
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="^needs bitsandbytes$"):
+        four_bit(torch.device("cuda"), torch.bfloat16, "needs bitsandbytes")
+    made = []
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(transformers, "BitsAndBytesConfig", lambda **values: made.append(values) or made[-1])
+    keywords = four_bit(torch.device("cuda"), torch.bfloat16, "", ("score",))
+    four_bit(torch.device("cuda"), torch.bfloat16, "")
+    assert keywords == {"quantization_config": made[0], "device_map": {"": torch.device("cuda")}}
+    assert made[0]["load_in_4bit"] and made[0]["bnb_4bit_quant_type"] == "nf4" and made[0]["bnb_4bit_use_double_quant"]
+    assert made[0]["bnb_4bit_compute_dtype"] == torch.bfloat16
+    assert [values["llm_int8_skip_modules"] for values in made] == [["score"], None]
+
+
+@pytest.mark.parametrize("positions, context", [(64, 64), (None, NO_LIMIT)])
+def test_the_context_is_that_of_the_text_part_or_unlimited(positions, context):
+    text = types.SimpleNamespace(max_position_embeddings=positions)
+    model = types.SimpleNamespace(config=types.SimpleNamespace(get_text_config=lambda: text, max_position_embeddings=9))
+    assert context_of(model) == context
+    text = types.SimpleNamespace()
+    assert context_of(model) == NO_LIMIT
 
 
 def test_gguf_without_its_package_is_one_sentence(tmp_path, monkeypatch):

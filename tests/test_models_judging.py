@@ -1,6 +1,4 @@
-"""What the judging models share: loader, 4-bit configuration, batches by a token budget, padding on the right."""
-
-import types
+"""What the judging models share: loader, batches by a token budget, padding on the right."""
 
 import pytest
 import torch
@@ -10,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import UserError
-from models import judging
 from models.judging import TokenBudget, load_judge, pad_right
-from models.loading import NO_LIMIT, context_of, four_bit
 
 CPU = torch.device("cpu")
 causal = transformers.AutoModelForCausalLM.from_pretrained
@@ -47,32 +43,6 @@ def test_the_loaders_own_sentence_is_kept(tmp_path):
 
     with pytest.raises(UserError, match="^no judge$"):
         load_judge("--judge", str(tmp_path), refuses, CPU, torch.float32)
-
-
-def test_4bit_weights_are_nf4_with_double_quantisation_on_cuda_and_refused_elsewhere(monkeypatch):
-    with pytest.raises(UserError, match="^needs a CUDA device$"):
-        four_bit(CPU, torch.bfloat16, "needs a CUDA device")
-    monkeypatch.setattr(judging.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="^needs bitsandbytes$"):
-        four_bit(torch.device("cuda"), torch.bfloat16, "needs bitsandbytes")
-    made = []
-    monkeypatch.setattr(judging.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(transformers, "BitsAndBytesConfig", lambda **values: made.append(values) or made[-1])
-    keywords = four_bit(torch.device("cuda"), torch.bfloat16, "", ("score",))
-    four_bit(torch.device("cuda"), torch.bfloat16, "")
-    assert keywords == {"quantization_config": made[0], "device_map": {"": torch.device("cuda")}}
-    assert made[0]["load_in_4bit"] and made[0]["bnb_4bit_quant_type"] == "nf4" and made[0]["bnb_4bit_use_double_quant"]
-    assert made[0]["bnb_4bit_compute_dtype"] == torch.bfloat16
-    assert [values["llm_int8_skip_modules"] for values in made] == [["score"], None]
-
-
-@pytest.mark.parametrize("positions, context", [(64, 64), (None, NO_LIMIT)])
-def test_the_context_is_that_of_the_text_part_or_unlimited(positions, context):
-    text = types.SimpleNamespace(max_position_embeddings=positions)
-    model = types.SimpleNamespace(config=types.SimpleNamespace(get_text_config=lambda: text, max_position_embeddings=9))
-    assert context_of(model) == context
-    text = types.SimpleNamespace()
-    assert context_of(model) == NO_LIMIT
 
 
 # ---- batches
