@@ -383,7 +383,8 @@ def test_4bit_weights_are_nf4_with_double_quantisation_on_cuda_and_refused_elsew
         four_bit(torch.device("cuda"), torch.bfloat16, "needs bitsandbytes")
     made = []
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(transformers, "BitsAndBytesConfig", lambda **values: made.append(values) or made[-1])
+    # the loader's own module object: transformers imports itself a second time when it loads its processors
+    monkeypatch.setattr(loading.transformers, "BitsAndBytesConfig", lambda **values: made.append(values) or made[-1])
     keywords = four_bit(torch.device("cuda"), torch.bfloat16, "", ("score",))
     four_bit(torch.device("cuda"), torch.bfloat16, "")
     assert keywords == {"quantization_config": made[0], "device_map": {"": torch.device("cuda")}}
