@@ -47,7 +47,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data import Group, Prompt, Rollout, Score, Task, TrainingFailed, UserError, load_task, rng_of
 from engine.asynchronous import RolloutQueue
-from engine.choice import measure_budget
+from engine.autotune import measure_budget
 from engine.logps import TrainRow, fill_logps, micro_batches, pad, token_logps
 from eval import evaluate, mean
 from harness.checkpoints import Saver, keep_best, load_checkpoint, newest_checkpoint, prepare_resume, room_notes

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from data import Prompt, Rollout, Task, UserError, nearest, seed_of
-from engine.choice import choose_engine
+from engine.autotune import choose_engine
 from engine.rollout import rollout
 from harness.checkpoints import best_checkpoint
 from models.adapters import AllWeights

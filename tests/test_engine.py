@@ -21,8 +21,7 @@ import engine.rollout
 import models.loading
 import models.policy
 from data import Prompt, Task, TrainingFailed, UserError
-from engine import attention
-from engine import choice as engine_choice
+from engine import attention, autotune
 from engine.logps import TrainRow, micro_batches, token_logps
 from engine.rollout import draw, keep_top
 
@@ -627,10 +626,10 @@ def measured(policy, monkeypatch, seconds):
         clock[0] += seconds(len(sizes) - 1)
         return sum(p.sum() for p in policy.model.parameters()), None
 
-    monkeypatch.setattr(engine_choice, "token_logps", logps)
-    monkeypatch.setattr(engine_choice.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(autotune, "token_logps", logps)
+    monkeypatch.setattr(autotune.time, "perf_counter", lambda: clock[0])
     said = []
-    return engine_choice.measure_budget(policy, said.append), said
+    return autotune.measure_budget(policy, said.append), said
 
 
 def test_the_budget_grows_while_it_pays(monkeypatch):

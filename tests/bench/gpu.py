@@ -29,7 +29,7 @@ import models.optimizer
 import models.policy
 import train_grpo
 from data import Group, Prompt, Score, Task
-from engine import choice as engine_choice
+from engine import autotune
 from engine.logps import TrainRow, token_logps
 
 SHAPES = {  # hidden, layers, heads, by billions of weights
@@ -54,7 +54,7 @@ def make_policy(hidden: int, layers: int, heads: int, vocab: int, dtype, device,
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
     policy = models.policy.Policy(args, Task(args), model, hf, word_tokenizer(vocab), torch.device(device), "off")
-    policy.engine = engine_choice.choose_engine(policy, print)
+    policy.engine = autotune.choose_engine(policy, print)
     return policy
 
 
@@ -123,7 +123,7 @@ def measure(size: str, way: str, a) -> dict | None:
     dtype = torch.bfloat16 if a.device == "cuda" else torch.float32
     policy = make_policy(hidden, layers, heads, a.vocab, dtype, a.device, flags)
     args = policy.args
-    budget = engine_choice.measure_budget(policy, print) if a.device == "cuda" else 1536
+    budget = autotune.measure_budget(policy, print) if a.device == "cuda" else 1536
     optimizer = models.optimizer.Optimizer(policy.model, args)
     if a.device == "cuda":
         torch.cuda.reset_peak_memory_stats()

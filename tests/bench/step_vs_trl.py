@@ -49,7 +49,7 @@ def our_policy(a, w):
 
     import train_grpo
     from data import Task
-    from engine.choice import choose_engine
+    from engine.autotune import choose_engine
     from harness.flags import resolve_args
     from models.lora import add_lora
     from models.optimizer import Optimizer

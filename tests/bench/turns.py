@@ -25,7 +25,7 @@ from conftest import make_args, word_tokenizer
 import engine.rollout
 import models.policy
 from data import Prompt, Rollout, Task
-from engine.choice import choose_engine
+from engine.autotune import choose_engine
 
 DEFAULTS = {  # of the flags
     "rows": 32,
